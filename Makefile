@@ -29,7 +29,9 @@ test: $(READY) ## the tests that answer in minutes, in WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 -m "not slow and not hosts"
 
 coverage: $(READY) ## the branches of the planner, the schedules and their data types that the pure tests leave out
+	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -m "not slow" tests/pure
+	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
 test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -11,6 +12,8 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
+from autopipe.planning import PlanOptions
+from autopipe.schedules import REGISTRY
 
 CLUSTER_FILE = """\
 source = "datasheet"
@@ -140,6 +143,29 @@ def cluster_of(rng: random.Random, num_ranks: int, memory: int = 0, *, mixed: bo
             for r in range(num_ranks)
         )
     return Cluster(levels, devices, "test")
+
+
+def replicated_case(seed):
+    """Return the profile, cluster and options of a random case with replicas."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randrange(3, 10))
+    profile = profile_of(graph, rng)
+    ranks = rng.choice((1, 2, 3, 4, 4, 5, 6))
+    m = rng.choice((2, 4, 5, 8, 12))
+    memory = rng.choice((0, rng.randrange(4000, 60000)))
+    cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
+    name = rng.choice(("gpipe", "1f1b", "2bw", "pipedream", "eager-1f1b", "zero-bubble"))
+    options = PlanOptions(
+        num_ranks=ranks,
+        batch_size=4 * m,
+        num_microbatches=m,
+        schedule=name,
+        kind=dataclasses.replace(REGISTRY[name], replicas=True),
+        recompute=rng.choice(("auto", "auto", "never", "always")),
+        may_replicate=True,
+        replica_choices=rng.choice(("any", "any", "powers")),
+    )
+    return profile, cluster, options
 
 
 def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):

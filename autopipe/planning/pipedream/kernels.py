@@ -175,7 +175,7 @@ def solve_flat(
     if known < math.inf:
         T = known * (1 - 1e-10)
     refused = 0
-    for _ in range(200):
+    for _ in range(200):  # pragma: no branch - the bisection ends by its ``break``
         if least_devices(pointers, supersets, C, P, A, X, T, B, G, limit, straight, g, after, replicas) <= G:
             worst, i = 0.0, 0
             while i < n - 1:
@@ -292,7 +292,7 @@ def solve_contiguous(
                 for q in range(start, stop):
                     j = q if chain else supersets[q]
                     c = C[j] - C[i]
-                    if c > T * (G - a):
+                    if c > T * (G - a):  # pragma: no cover - only rounding: ``g[i]`` devices have time for the rest
                         if chain:
                             break
                         continue

@@ -8,8 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support.commands import fix_costs
-from support.naming import name_again
+from support.commands import fix_costs, name_again
 
 from autopipe.cli.main import autopipe
 

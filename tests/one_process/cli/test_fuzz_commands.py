@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given
+from support.commands import name_again
 from support.mutations import FUZZING, as_json, damaged, mutated
-from support.naming import name_again
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.training import runs

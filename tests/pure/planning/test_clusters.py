@@ -92,3 +92,13 @@ def test_changed_values_are_listed_with_both_values():
 def test_microbatch_size_and_num_microbatches_replace_each_other():
     changed = plan_request(num_microbatches=4).overlaid(plan_request(microbatch_size=2))
     assert (changed.num_microbatches, changed.microbatch_size) == (None, 2)
+
+
+def test_each_figure_may_be_given_alone():
+    here = this_machine(2, CPU)
+    memory, link = cluster_of_figures(2, CPU_PROFILE, 2**30, None), cluster_of_figures(2, CPU_PROFILE, None, 1e9)
+    assert (memory.device(0).memory_bytes, memory.levels) == (2**30, here.levels)
+    assert (link.device(0).name, link.levels[0].bandwidth) == (here.device(0).name, 1e9)
+    assert link.device(0).memory_bytes > 0
+    device = cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80GB")
+    assert device.levels[0].name == "assumed"

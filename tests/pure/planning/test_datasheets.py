@@ -5,7 +5,7 @@ import math
 import pytest
 
 from autopipe.errors import PlanError
-from autopipe.planning.cost.datasheets import DATASHEETS, datasheet, device_like, relative_speed
+from autopipe.planning.cost.datasheets import DATASHEETS, datasheet, device_like, recognized, relative_speed
 
 
 def test_every_device_has_a_source_and_a_unique_name():
@@ -39,3 +39,10 @@ def test_an_unknown_device_is_refused():
         relative_speed("V100-16GB", "A100-80GB", "fp8")
     with pytest.raises(PlanError, match="V100-16GB has no bf16 matrix units"):
         relative_speed("V100-16GB", "A100-80GB", "bf16")
+
+
+def test_the_datasheet_of_a_driver_name_is_recognized():
+    assert recognized("NVIDIA A100-SXM4-80GB") == datasheet("A100-80GB")
+    assert recognized("Intel Xeon") is None
+    with pytest.raises(PlanError, match="'NVIDIA A100', which may be A100-40GB or A100-80GB"):
+        recognized("NVIDIA A100")

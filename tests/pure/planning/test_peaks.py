@@ -11,7 +11,7 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cost.peaks import search_within_memory, with_peaks
+from autopipe.planning.cost.peaks import MOST_SEARCHES, memory_shortfall, search_within_memory, with_peaks
 from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, make, peak_bytes, stage_peaks, to_csv
 from autopipe.schedules.kind import line
 
@@ -174,3 +174,36 @@ def test_the_first_backward_adds_gradients_while_activations_are_held():
     sizes = [StageBytes(0, 100, 50, gradients=30, first=20)]
     assert stage_peaks(make("1f1b", line(1, 1)), sizes, MessageBytes()) == (100 + 50 + 20,)
     assert stage_peaks(make("1f1b", line(1, 2)), sizes, MessageBytes()) == (100 + 50 + 30,)
+
+
+def test_peaks_of_a_plan_that_is_too_large_are_not_simulated():
+    plan = find(cluster_with(0))
+    assert with_peaks(plan, PROFILE, most=7) is plan  # 2 ranks and 4 microbatches
+    assert with_peaks(plan, PROFILE, most=8) is not plan
+    stale = make_plan(PROFILE, cluster_with(0), dataclasses.replace(OPTIONS, schedule="2bw"))
+    assert with_peaks(stale, PROFILE, most=8) is stale  # several minibatches are in flight
+
+
+def test_a_search_that_never_fits_ends_with_the_last_refusal():
+    plan = find(cluster_with(0))
+    calls = []
+
+    def stubborn(room):
+        calls.append(room)
+        return plan
+
+    limit = most(search_within_memory(PROFILE, cluster_with(0), find)) - 1
+    with pytest.raises(PlanError, match=r"no plan fits: the best one needs .* with its messages"):
+        search_within_memory(PROFILE, cluster_with(limit), stubborn)
+    assert len(calls) == MOST_SEARCHES
+
+
+def test_ranks_without_enough_memory_are_named():
+    plan = with_peaks(find(cluster_with(0)), PROFILE)
+    assert memory_shortfall(plan, cluster_with(0)) == ""
+    small = min(stage.peak_bytes for stage in plan.stages) - 1
+    text = memory_shortfall(plan, cluster_with(small))
+    assert text.startswith("it does not fit: with 1f1b rank ") and text.endswith("(so it is on 1 other rank too)")
+    devices = ClusterDevice("small", small), ClusterDevice("large")
+    one = memory_shortfall(plan, dataclasses.replace(cluster_with(0), devices=devices))
+    assert "rank 0 needs" in one and "other rank" not in one

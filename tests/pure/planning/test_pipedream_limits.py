@@ -226,3 +226,31 @@ def test_an_option_that_would_change_nothing_is_refused(plan, capsys, args, show
 def test_a_settings_file_may_hold_options_of_other_commands(plan, capsys, tmp_path):
     (tmp_path / "autopipe.toml").write_text('lr = 0.1\nschedule = "gpipe"\n')
     assert plan("--cost-model", "pipedream", "-q") == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "bandwidths", "message"),
+    [
+        ((), (), "a machine needs a count of at least 1 and a bandwidth for every link level"),
+        ((2,), (1.0, 1.0), "a machine needs a count of at least 1 and a bandwidth for every link level"),
+        ((0,), (1.0,), "a machine needs a count of at least 1 and a bandwidth for every link level"),
+        ((2,), (0.0,), "bandwidths must be larger than 0"),
+    ],
+)
+def test_an_impossible_machine_is_refused(counts, bandwidths, message):
+    with pytest.raises(PlanError, match=message):
+        Machine(counts, bandwidths)
+
+
+def test_a_machine_of_one_device_has_one_stage():
+    plan = plan_layers(chain(3), Machine((1, 1), (1e9, 1e9)))
+    assert plan.configuration == "1"
+
+
+def test_linear_orders_of_few_ideals_are_searched_together(monkeypatch):
+    monkeypatch.setattr(pipedream_model, "MOST_IDEALS", 5)
+    graph = parallel_layers(6)
+    plan = plan_layers(graph, Machine((3,), (1e9,)))
+    monkeypatch.undo()
+    assert plan.cost_seconds >= plan_layers(graph, Machine((3,), (1e9,))).cost_seconds
+    assert {name for stage in plan.stages for name in stage.layers} == set(graph.names)

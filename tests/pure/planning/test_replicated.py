@@ -1,46 +1,16 @@
 """Replicated stages, both objectives, memory, recompute, unequal devices and links, compared with brute force."""
 
-import dataclasses
 import itertools
 import math
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from support.planning_cases import cluster_of, most_workspace, profile_of, random_graph, saved_by_hand
+from support.planning_cases import most_workspace, replicated_case, saved_by_hand
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
-from autopipe.planning import PlanOptions, make_plan
-from autopipe.schedules import REGISTRY
+from autopipe.planning import make_plan
 
-SCHEDULES = ("gpipe", "1f1b", "2bw", "pipedream", "eager-1f1b", "zero-bubble")
 FLUSHES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
-
-
-def random_case(seed):
-    rng = random.Random(seed)
-    graph = random_graph(rng, rng.randrange(3, 10))
-    profile = profile_of(graph, rng)
-    ranks = rng.choice((1, 2, 3, 4, 4, 5, 6))
-    m = rng.choice((2, 4, 5, 8, 12))
-    memory = rng.choice((0, rng.randrange(4000, 60000)))
-    cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
-    name = rng.choice(SCHEDULES)
-    options = PlanOptions(
-        num_ranks=ranks,
-        batch_size=4 * m,
-        num_microbatches=m,
-        schedule=name,
-        kind=dataclasses.replace(REGISTRY[name], replicas=True),
-        recompute=rng.choice(("auto", "auto", "never", "always")),
-        may_replicate=True,
-        replica_choices=rng.choice(("any", "any", "powers")),
-    )
-    return profile, cluster, options
 
 
 def narrowest(cluster, a, b):
@@ -189,7 +159,7 @@ class ByHand:
 
 
 def check(seed):
-    profile, cluster, options = random_case(seed)
+    profile, cluster, options = replicated_case(seed)
     equal = len(set(cluster.devices)) == 1 and len([x for x in cluster.levels if x.count > 1]) <= 1
     expected = ByHand(profile, cluster, options).best(equal)
     m = options.num_microbatches
@@ -216,7 +186,7 @@ def test_no_replicated_plan_is_better_than_the_planners(block):
         actual, expected, plan = check(seed)
         assert actual == pytest.approx(expected, rel=1e-8), seed
         if plan is not None:
-            _, cluster, _ = random_case(seed)
+            _, cluster, _ = replicated_case(seed)
             for stage in plan.stages:
                 limits = [cluster.device(rank).memory_bytes for rank in stage.ranks]
                 assert not any(limits) or stage.peak_bytes <= min(limits) + 1
@@ -225,7 +195,7 @@ def test_no_replicated_plan_is_better_than_the_planners(block):
 def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():
     seen = dict.fromkeys(("replicated", "pipeline", "recompute", "skip", "refused", "data parallel"), 0)
     for seed in range(300):
-        profile, cluster, options = random_case(seed)
+        profile, cluster, options = replicated_case(seed)
         try:
             plan = make_plan(profile, cluster, options)
         except PlanError:
@@ -239,31 +209,10 @@ def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():
     assert min(seen.values()) >= 5, seen
 
 
-def test_plans_without_numba_are_the_same():
-    here = Path(__file__).resolve()
-    program = (
-        "from pure.planning import test_replicated as t\n"
-        "from support import planning_cases\n"
-        "from autopipe.ir.artifact import canonical\n"
-        "for seed in range(25):\n"
-        "    profile, cluster, options = t.random_case(seed)\n"
-        "    try: print(canonical(t.make_plan(profile, cluster, options)))\n"
-        "    except t.PlanError as error: print(error)\n"
-    )
-    outputs = []
-    for environment in ({}, {"AUTOPIPE_NO_NUMBA": "1"}, {"PYTHONHASHSEED": "7"}):
-        path = f"{here.parents[3]}:{here.parents[2]}"
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, **environment}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
-        outputs.append(done.stdout)
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert len(outputs[0]) > 10000
-
-
 def test_nested_placement_keeps_a_microbatch_in_one_group():
     seen = 0
     for seed in range(1000):
-        profile, cluster, options = random_case(seed)
+        profile, cluster, options = replicated_case(seed)
         try:
             plan = make_plan(profile, cluster, options)
         except PlanError:

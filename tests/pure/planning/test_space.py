@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from support.planning_cases import chain, machine
@@ -18,7 +19,7 @@ from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.reschedule import with_schedule
+from autopipe.planning.reschedule import schedule_flags, with_schedule
 from autopipe.planning.space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.schedules import REGISTRY
 
@@ -355,3 +356,21 @@ def test_an_interrupted_count_is_not_compared_with_the_others(tmp_path, monkeypa
     assert "interrupted: 2 of 4 numbers of devices" in result.notes
     with pytest.raises(KeyboardInterrupt):
         scaling.sweep_gpus(settings, (4, 8))
+
+
+def test_flags_of_a_schedule_choose_it_again():
+    plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
+    late = dataclasses.replace(plan, schedule="pipedream", schedule_options={"depth": 2, "vertical_sync": 1})
+    assert schedule_flags(plan, None) == "--schedule 1f1b"
+    assert schedule_flags(late, None) == "--schedule pipedream --warmup-depth 2 --vertical-sync"
+    assert schedule_flags(plan, Path("my grid.csv")) == "--schedule-file 'my grid.csv'"
+
+
+def test_options_of_the_schedule_are_kept_if_it_is_simulated_again():
+    plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
+    plan = dataclasses.replace(plan, schedule="pipedream", schedule_options={"depth": 2, "vertical_sync": 1})
+    other, (note,) = with_schedule(plan, PlanRequest(warmup_depth=3))
+    assert other.schedule_options == {"depth": 3, "vertical_sync": 1}
+    assert note == "the plan is for pipedream; simulated with pipedream, depth 3, vertical_sync 1, the same stages"
+    other, _ = with_schedule(plan, PlanRequest(warmup_depth=3, vertical_sync=False))
+    assert other.schedule_options == {"depth": 3}

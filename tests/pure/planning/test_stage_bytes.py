@@ -7,9 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pure.planning.test_replicated import random_case as replicated_case
 from pure.planning.test_unreplicated import random_case as straight_case
-from support.planning_cases import profile_of, random_graph
+from support.planning_cases import profile_of, random_graph, replicated_case
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts

@@ -1,0 +1,66 @@
+"""Plan requests and options: values out of range are refused by their option, and requests are combined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.planning import PlanOptions
+from autopipe.planning.requests import PlanRequest
+
+CLUSTER = Cluster((Level("node", 2, 1e9, 0.0),), (ClusterDevice("v"),), "test")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpus": 0}, "--gpus 0 is out of range"),
+        ({"batch_size": 2**31}, "--batch-size 2147483648 is out of range"),
+        ({"stages_per_rank": 0}, "--stages-per-rank 0 is out of range"),
+        ({"gpu_memory_bytes": 0}, "--gpu-memory is 0; it must be larger than 0"),
+        ({"link": -1.0}, "--link is -1.0; it must be larger than 0"),
+        ({"schedule": "1fb1"}, "unknown schedule '1fb1'"),
+        ({"recompute": "sometimes"}, "unknown recompute 'sometimes'"),
+    ],
+)
+def test_a_request_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanRequest(**fields)
+
+
+def test_a_cluster_replaces_figures_and_figures_replace_a_cluster() -> None:
+    figures = PlanRequest(gpu_memory_bytes=2**30, link=1e9, device_name="H100-80GB")
+    described = figures.overlaid(PlanRequest(cluster=CLUSTER))
+    assert (described.cluster, described.gpu_memory_bytes, described.link, described.device_name) == (
+        CLUSTER, None, None, None,
+    )  # fmt: skip
+    assert described.overlaid(PlanRequest(link=2e9)).cluster is None
+    assert described.of_other_devices and not PlanRequest(gpus=2).of_other_devices
+
+
+def test_a_grid_replaces_the_numbers_of_ranks_and_microbatches() -> None:
+    stored = PlanRequest(gpus=4, num_microbatches=8, schedule="custom", grid="F0,B0\n")
+    assert stored.overlaid(PlanRequest(grid="F0,B0\n")) == stored
+    other = stored.overlaid(PlanRequest(grid="F0,F1,B0,B1\n"))
+    assert (other.gpus, other.num_microbatches) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0; it must be at least 1"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
+        ({"microbatch_size": -1}, "microbatch_size is -1; it must be at least 1"),
+        ({"recompute": "sometimes"}, "unknown recompute setting 'sometimes'"),
+        ({"exact_ties": "perhaps"}, "unknown setting of exact ties 'perhaps'"),
+        ({"stages_per_rank": 2, "may_replicate": True}, "several stages per rank and replicated stages exclude"),
+        ({"schedule": "1fb1"}, "unknown schedule '1fb1'"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PlanOptions(**{"num_ranks": 2, "batch_size": 8, **fields})
