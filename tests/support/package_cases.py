@@ -237,6 +237,12 @@ class Mode:
 def scale():
     with Mode() as m: return len(Mode.stack)
 """, "util.scale()"),
+    "a memoized table": ("""
+import functools, torch
+@functools.lru_cache
+def table(n): return torch.full((n,), 0.5)
+def scale(): return table(1)
+""", "util.scale()"),
 }  # fmt: skip
 
 # case -> file in site-packages -> text

@@ -7,12 +7,18 @@ that is not a module). After a recording, such a table would hold fake tensors a
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.trace.record.containers import attributes, copied, refill
+
+_DEFINED = (FunctionType, type, functools._lru_cache_wrapper)
+_NOT_USERS = frozenset(("torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names))
 
 
 class Caches:
@@ -31,6 +37,12 @@ class Caches:
                     self._look_at(namespace)
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             self._look_at(dict(vars(kind)), containers=False)
+        self._of_packages = {
+            id(value): (value, value.cache_info().misses)
+            for package in _imported(users_namespaces(model))
+            for value in list(vars(package).values())
+            if type(value) is functools._lru_cache_wrapper and id(value) not in self._memoized
+        }
 
     def _look_at(self, namespace: dict[str, Any], *, containers: bool = True) -> None:
         for name, value in namespace.items():
@@ -40,11 +52,17 @@ class Caches:
                 self._containers.append((value, copied(value)))
 
     def restore(self) -> None:
-        """Restore containers; clear the memoized functions that were called with new arguments."""
+        """Restore containers; clear the memoized functions that were called with new arguments.
+
+        Those of other modules, which may serve more than this model, are cleared only if they hold fake tensors.
+        """
         for container, before in self._containers:
             refill(container, before)
         for function, misses in self._memoized.values():
             if function.cache_info().misses != misses:
+                function.cache_clear()
+        for function, misses in self._of_packages.values():
+            if function.cache_info().misses != misses and any(map(_holds_fake, gc.get_referents(function))):
                 function.cache_clear()
 
 
@@ -52,6 +70,28 @@ def users_namespaces(model: nn.Module) -> list[Any]:
     """Return the Python modules that define the model's classes."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+
+
+def _imported(namespaces: list[Any]) -> list[ModuleType]:
+    """Return the other modules that these modules use: what they import, and where their functions come from."""
+    modules: dict[str, ModuleType] = {}
+    for namespace in namespaces:
+        for value in list(vars(namespace).values()):
+            if isinstance(value, ModuleType):
+                modules[value.__name__] = value
+            elif isinstance(value, _DEFINED) and isinstance(sys.modules.get(value.__module__), ModuleType):
+                modules[value.__module__] = sys.modules[value.__module__]
+    known = {namespace.__name__ for namespace in namespaces}
+    return [modules[name] for name in modules.keys() - known if name.partition(".")[0] not in _NOT_USERS]
+
+
+def _holds_fake(value: Any, depth: int = 3) -> bool:
+    """Return whether a value is a fake tensor or a container with one."""
+    if isinstance(value, FakeTensor):
+        return True
+    if not depth or not isinstance(value, (dict, list, tuple)):
+        return False
+    return any(_holds_fake(entry, depth - 1) for entry in (value.values() if isinstance(value, dict) else value))
 
 
 def _is_helper(value: Any) -> bool:

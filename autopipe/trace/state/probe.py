@@ -24,14 +24,15 @@ import torch
 from torch import nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, length
-from autopipe.trace.state.fingerprints import drawn, fingerprint, same_value
+from autopipe.trace.state.fingerprints import PLAIN, drawn, fingerprint, same_value
 from autopipe.trace.state.observe import is_users_file
 from autopipe.trace.state.places import put, slots, value_at
 from autopipe.trace.state.snapshot import DRAWN, WHOLE, Place, Snapshot, is_users_object
 
 _FAR = (1, 1_000, 1_000_000)  # changes ahead; the first is the next value
 _MOST_VALUES = 16  # values that are tried in one place
-_LONGER = 1_000  # entries that are added to a list
+_LONGER = 1_000  # entries that are added to a list of numbers or texts
+_FEW = 8  # entries that are added to a list of anything else, such as tensors
 
 
 @dataclass
@@ -315,7 +316,8 @@ def _lengthen(container: Any, many: int) -> None:
     """Add copies of the last entry to a container."""
     if isinstance(container, (list, deque)):
         base: Any = list if isinstance(container, list) else deque
-        base.extend(container, [container[-1] if container else None] * many)
+        last = container[-1] if container else None
+        base.extend(container, [last] * (many if type(last) in PLAIN else _FEW))
     elif isinstance(container, set):
         set.update(container, _unused(many))
     else:
