@@ -155,7 +155,7 @@ class _FewestRanks:
             return None
         rows, i = [], 0
         while i < a.num_atoms:
-            for j in range(i + 1, a.num_atoms + 1):
+            for j in range(i + 1, a.num_atoms + 1):  # pragma: no branch - one end always has them
                 d, most = int(g[j]), int(g[i] - g[j])
                 if (
                     1 <= most <= a.rules[solver.MOST]

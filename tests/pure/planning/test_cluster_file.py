@@ -88,3 +88,13 @@ def test_options_make_a_uniform_cluster():
     assert cluster.link(0, 511).bandwidth == 5e10
     with pytest.raises(PlanError, match="larger than 0"):
         uniform_cluster(2, link="0GB/s")
+
+
+def test_a_device_that_is_not_a_table_is_refused(tmp_path):
+    text = (
+        CLUSTER_FILE.replace("[device]", "device = 3\n[other]")
+        .replace("[other]\n", "")
+        .replace('name = "V100-16GB"\nmemory = "16GiB"\nspeed = 1.0\n', "")
+    )
+    with pytest.raises(PlanError, match="device is 3; it must be a table"):
+        cluster_from(tmp_path, text)

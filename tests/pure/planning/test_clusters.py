@@ -8,8 +8,9 @@ from support.planning_cases import chain
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.settings import ClusterSettings, ModelSettings, PlanSettings, ProfileSettings
 from autopipe.errors import PlanError
+from autopipe.ir.cluster import Links
 from autopipe.ir.profile import Device
-from autopipe.planning.clusters import cluster_of_figures, precision_of, this_machine
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, precision_of, this_machine
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
@@ -102,3 +103,15 @@ def test_each_figure_may_be_given_alone():
     assert link.device(0).memory_bytes > 0
     device = cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80GB")
     assert device.levels[0].name == "assumed"
+
+
+def test_measured_links_of_this_kind_of_device_are_used():
+    links = Links("cpu", 1e-4, 4e9, 2e9)
+    assert this_machine(2, CPU, links).source == "measured"
+    assert this_machine(2, CPU, links).levels == (links.level(2),)
+    assert this_machine(2, A100, links).source == "assumed"
+
+
+def test_a_cluster_without_datasheets_stays_as_it_is():
+    here = this_machine(2, CPU)
+    assert by_datasheet(here, CPU_PROFILE) is here

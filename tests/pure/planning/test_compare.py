@@ -7,10 +7,12 @@ import random
 import pytest
 from support.planning_cases import by_name, chain, cluster_of, machine, profile_of, random_graph
 
+from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
+from autopipe.planning.compare import Contender, _advice, _best
 from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
 
 
@@ -198,3 +200,27 @@ def test_data_parallelism_has_no_more_ranks_than_microbatches():
     plan = data_parallel_plan(problem)
     assert plan.num_ranks == 4
     assert plan.notes[0].startswith("12 of 16 ranks stay unused")
+
+
+def test_the_advice_names_the_options_that_choose_the_best_plan():
+    cluster = machine(4, 100)
+    plans = [
+        make_plan(chain(8), cluster, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=count, schedule=schedule))
+        for count, schedule in ((1, "gpipe"), (8, "1f1b"))
+    ]
+    best = Contender("best", plans[1], "")
+    assert _advice((best,), plans[0]).endswith("; --schedule 1f1b chooses the best one.")
+    assert _advice((best,), plans[1]) == ""
+    same = dataclasses.replace(plans[0], schedule="1f1b")
+    assert _advice((best,), same).endswith("samples/s.")
+
+
+def test_a_search_that_fails_leaves_the_known_plans():
+    plan = make_plan(chain(8), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32))
+
+    def failing():
+        raise PlanError("nothing fits")
+
+    assert _best(failing, [plan]) is plan
+    with pytest.raises(PlanError, match="nothing fits"):
+        _best(failing, [])

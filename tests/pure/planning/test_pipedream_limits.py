@@ -254,3 +254,8 @@ def test_linear_orders_of_few_ideals_are_searched_together(monkeypatch):
     monkeypatch.undo()
     assert plan.cost_seconds >= plan_layers(graph, Machine((3,), (1e9,))).cost_seconds
     assert {name for stage in plan.stages for name in stage.layers} == set(graph.names)
+
+
+def test_a_cycle_is_refused():
+    with pytest.raises(PlanError, match="the profile's graph has a cycle through 'node0'"):
+        Dag(layers(2, [(0, 1), (1, 0)])).order(deep=True)

@@ -34,3 +34,11 @@ def test_a_plan_of_a_published_profile_has_every_parameter_in_a_stage(name, stra
     single = sum(c.forward_seconds + c.backward_seconds for c in profile.at(64).costs.values())
     assert single / 4 <= plan.predicted.bottleneck_seconds < single
     assert plan.num_ranks <= 4
+
+
+def test_a_profile_file_becomes_a_profile(tmp_path):
+    path = tmp_path / "graph.txt"
+    path.write_text(TEXT)
+    profile = profile_from_pipedream(path)
+    assert profile.graph.name == "graph.txt"
+    assert [node.name for node in profile.graph.nodes] == ["node2", "node3"]

@@ -181,3 +181,8 @@ def test_with_replicas_the_named_device_fits(ranks):
 def test_a_meaningless_option_is_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         PlanOptions(**{"num_ranks": 2, "batch_size": 8, **arguments})
+
+
+def test_consistent_counts_and_sizes_are_accepted():
+    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, microbatch_size=2)
+    assert make_plan(chain(), machine(2, 0), options).num_microbatches == 4

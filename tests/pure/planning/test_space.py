@@ -15,7 +15,9 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Measurement
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_plan
+from autopipe.planning.api import MOST_MICROBATCH_SIZES, candidate_counts
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
@@ -374,3 +376,29 @@ def test_options_of_the_schedule_are_kept_if_it_is_simulated_again():
     assert note == "the plan is for pipedream; simulated with pipedream, depth 3, vertical_sync 1, the same stages"
     other, _ = with_schedule(plan, PlanRequest(warmup_depth=3, vertical_sync=False))
     assert other.schedule_options == {"depth": 3}
+
+
+def test_an_option_of_a_schedule_out_of_range_is_refused():
+    with pytest.raises(PlanError, match="--warmup-depth 1000000 is out of range: it runs from 1 to"):
+        Space.of(PlanRequest(schedule="eager-1f1b", warmup_depth=10**6), 2, 32)
+
+
+def test_ctrl_c_before_the_first_of_several_options_is_raised():
+    choices = [PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8, schedule=name) for name in ("1f1b", "gpipe")]
+    with pytest.raises(KeyboardInterrupt):
+        make_best_plan(FOUND, FAST, choices, progress=interrupted_at(0))
+
+
+def test_contradicting_options_are_left_to_the_search_to_refuse():
+    options = PlanOptions(num_ranks=2, batch_size=4, num_microbatches=9)
+    assert predict.simulator_score(FOUND, FAST, [options]).most >= 1
+    with pytest.raises(PlanError, match="cannot be cut into 9 microbatches"):
+        make_plan(FOUND, FAST, options)
+
+
+def test_of_many_numbers_of_microbatches_a_few_are_tried():
+    costs = FOUND.measurements[0].costs
+    wide = dataclasses.replace(FOUND, measurements=(Measurement(1, costs), Measurement(2**20, costs)))
+    counts = candidate_counts(wide, PlanOptions(num_ranks=2, batch_size=2**20))
+    assert len(counts) == MOST_MICROBATCH_SIZES
+    assert (counts[0], counts[-1]) == (1, 2**20) and list(counts) == sorted(set(counts))
