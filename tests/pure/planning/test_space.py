@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 from support.planning_cases import chain, machine
@@ -21,7 +20,6 @@ from autopipe.planning.api import MOST_MICROBATCH_SIZES, candidate_counts
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.reschedule import schedule_flags, with_schedule
 from autopipe.planning.space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.schedules import REGISTRY
 
@@ -141,39 +139,6 @@ def test_another_schedule_drops_the_options_of_the_previous_one():
     grid = stored.overlaid(PlanRequest(schedule="custom", grid=GRID))
     assert (grid.gpus, grid.num_microbatches, grid.vertical_sync) == (None, None, None)
     assert stored.changes_to(grid)[-1] == "--schedule-file"
-
-
-@pytest.mark.parametrize(
-    ("request_", "ranks", "note"),
-    [
-        (PlanRequest(schedule="gpipe"), 4, "gpipe, the same stages"),
-        (PlanRequest(schedule="interleaved", stages_per_rank=2), 2, "stages_per_rank 2, the same stages on 2 ranks"),
-        (PlanRequest(schedule="pipedream", vertical_sync=True), 4, "pipedream, vertical_sync 1, the same stages"),
-        (PlanRequest(schedule="custom", grid="0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"), 2, "custom"),
-    ],
-)
-def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
-    planned = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1))
-    other, (message,) = with_schedule(planned, request_)
-    assert other.num_ranks == ranks and note in message
-    assert math.isfinite(predict.predict(other, FOUND, FAST).step_seconds)
-    assert with_schedule(planned, PlanRequest()) == (planned, ())
-
-
-@pytest.mark.parametrize(
-    ("request_", "what"),
-    [
-        (
-            PlanRequest(schedule="interleaved", stages_per_rank=3),
-            "the 4 stages of the plan cannot be distributed with 3 on each rank",
-        ),
-        (PlanRequest(schedule="custom", grid=GRID), "has 2 stages and 2 microbatches, but the plan has 4 and 1"),
-        (PlanRequest(schedule="custom"), "--schedule custom needs a schedule file"),
-    ],
-)
-def test_a_plan_that_the_requested_schedule_cannot_run_is_refused(request_, what):
-    with pytest.raises(PlanError, match=what):
-        with_schedule(make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1)), request_)
 
 
 def test_many_ranks_are_searched_in_powers_of_two():
@@ -358,24 +323,6 @@ def test_an_interrupted_count_is_not_compared_with_the_others(tmp_path, monkeypa
     assert "interrupted: 2 of 4 numbers of devices" in result.notes
     with pytest.raises(KeyboardInterrupt):
         scaling.sweep_gpus(settings, (4, 8))
-
-
-def test_flags_of_a_schedule_choose_it_again():
-    plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
-    late = dataclasses.replace(plan, schedule="pipedream", schedule_options={"depth": 2, "vertical_sync": 1})
-    assert schedule_flags(plan, None) == "--schedule 1f1b"
-    assert schedule_flags(late, None) == "--schedule pipedream --warmup-depth 2 --vertical-sync"
-    assert schedule_flags(plan, Path("my grid.csv")) == "--schedule-file 'my grid.csv'"
-
-
-def test_options_of_the_schedule_are_kept_if_it_is_simulated_again():
-    plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
-    plan = dataclasses.replace(plan, schedule="pipedream", schedule_options={"depth": 2, "vertical_sync": 1})
-    other, (note,) = with_schedule(plan, PlanRequest(warmup_depth=3))
-    assert other.schedule_options == {"depth": 3, "vertical_sync": 1}
-    assert note == "the plan is for pipedream; simulated with pipedream, depth 3, vertical_sync 1, the same stages"
-    other, _ = with_schedule(plan, PlanRequest(warmup_depth=3, vertical_sync=False))
-    assert other.schedule_options == {"depth": 3}
 
 
 def test_an_option_of_a_schedule_out_of_range_is_refused():
