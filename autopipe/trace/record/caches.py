@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopipe.trace.record.containers import attributes, copied, refill
+from autopipe.trace.record.containers import PLAIN_CONTAINERS, attributes, copied, refill
+
+_NO_HELPERS = PLAIN_CONTAINERS | {bool, int, float, str, tuple, type(None)}  # the types of most attributes
 
 _DEFINED = (FunctionType, type, functools._lru_cache_wrapper)
 _NOT_USERS = frozenset(("torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names))
@@ -95,6 +97,8 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
 
 
 def _is_helper(value: Any) -> bool:
+    if type(value) in _NO_HELPERS:
+        return False
     place = type(value).__module__
     return (
         attributes(value) is not None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 CONTAINERS = (list, dict, set, deque)
+PLAIN_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict))  # their methods are not the user's
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
@@ -41,6 +42,8 @@ def length(container: Any) -> int:
 
 def copied(container: Any) -> Any:
     """Return the content of a list, dict, set or deque (subclasses too) as a plain container; () if it is empty."""
+    if type(container) in PLAIN_CONTAINERS and not container:
+        return ()  # most are: a module has a dozen dictionaries of hooks
     if isinstance(container, list):
         return list.copy(container) or ()
     if isinstance(container, deque):
@@ -68,6 +71,8 @@ def same(container: Any, before: Any) -> bool:
 
 def refill(container: Any, before: Any) -> None:
     """Restore the content that ``copied`` returned. A container with that content is not touched."""
+    if not before and type(container) in PLAIN_CONTAINERS and not container:
+        return
     if same(container, before):
         return
     if isinstance(container, list):
