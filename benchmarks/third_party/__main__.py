@@ -40,6 +40,7 @@ class Model:
     name: str  # the function that builds it
     data: str  # the function that gives its batches, in the same file
     loss: str  # a function of the same file, or module:function
+    options: str = ""  # in place of those of OPTIONS
 
     @property
     def label(self) -> str:
@@ -50,7 +51,7 @@ class Model:
         """The command that checks it."""
         loss = self.loss if ":" in self.loss else f"{self.file}:{self.loss}"
         target = ["check", f"{self.file}:{self.name}", "--data", f"{self.file}:{self.data}", "--loss", loss]
-        return [str(AUTOPIPE), *target, *OPTIONS.split(), "--work-dir", str(work_dir)]
+        return [str(AUTOPIPE), *target, *OPTIONS.split(), *self.options.split(), "--work-dir", str(work_dir)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Row:
     seconds: float
     error: float = 0.0  # the largest relative difference, if it is equal but not exact
     message: str = ""  # why it was refused
+    options: str = ""  # those of the model
 
 
 def catalogue() -> list[Model]:
@@ -71,7 +73,8 @@ def catalogue() -> list[Model]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODELS":
                 table = ast.literal_eval(node.value)
-                models += [Model(file=file, name=name, data=data, loss=loss) for name, (data, loss) in table.items()]
+                for name, (data, loss, *options) in table.items():
+                    models.append(Model(file=file, name=name, data=data, loss=loss, options=" ".join(options)))
     return models
 
 
@@ -118,7 +121,9 @@ def check(model: Model, environment: dict[str, str], limit_seconds: float) -> Ro
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return row_of(model, stdout, time.monotonic() - begin)
+    row = row_of(model, stdout, time.monotonic() - begin)
+    message = row.message.replace(f"{ROOT}/", "").replace(f"{environment['AUTOPIPE_THIRD_PARTY']}/", "")
+    return dataclasses.replace(row, message=message, options=model.options)
 
 
 def table(rows: list[Row]) -> str:
@@ -143,7 +148,9 @@ def table(rows: list[Row]) -> str:
     ]
     for row in rows:
         result = f"equal, {row.error:.1e}" if row.end == "equal" else row.end
-        message = " ".join(row.message.split()).replace("|", "\\|")
+        message = " ".join([*row.message.split(), *([f"with {row.options}"] if row.options else [])]).replace(
+            "|", "\\|"
+        )
         lines.append(f"| {row.label} | {result} | {row.seconds:.0f} | {message} |")
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ MODELS = {
     "dlrm": ("dlrm_batches", "torch.nn.functional:binary_cross_entropy"),
     "dcgan_d": ("dcgan_d_batches", "torch.nn.functional:binary_cross_entropy"),
     "fast_neural_style": ("fast_neural_style_batches", "torch.nn.functional:mse_loss"),
-    "gcn": ("gcn_batches", "torch.nn.functional:nll_loss"),
+    "gcn": ("gcn_batches", "torch.nn.functional:nll_loss", "--num-microbatches 1"),
     "mnist_rnn": ("mnist_rnn_batches", "torch.nn.functional:nll_loss"),
     "siamese": ("siamese_batches", "siamese_loss"),
     "time_sequence": ("time_sequence_batches", "torch.nn.functional:mse_loss"),

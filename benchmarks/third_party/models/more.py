@@ -15,7 +15,7 @@ MODELS = {
     "convnext_isotropic": ("images_32", "torch.nn.functional:cross_entropy"),
     "dcgan_g": ("noise", "mean_square"),
     "mnist": ("digits", "torch.nn.functional:nll_loss"),
-    "gat": ("graph", "torch.nn.functional:nll_loss"),
+    "gat": ("graph", "torch.nn.functional:nll_loss", "--num-microbatches 1"),
     "word_gru": ("words_hidden", "word_loss"),
     "translator": ("translations", "translator_loss"),
     "super_resolution": ("upscaling", "torch.nn.functional:mse_loss"),
