@@ -149,3 +149,7 @@ def test_data_parallelism_is_predicted_as_pipedream_does():
             machine = Machine(counts, tuple(float(b) * 1e9 for b in row["bandwidths_GBps"].split("/")))
             graph = read_pipedream(GOLDEN / row["profile"])
             assert data_parallel_seconds(graph, machine) == pytest.approx(float(row["predicted_dp_s"]), abs=6e-10)
+
+
+def test_blank_lines_of_a_profile_are_skipped():
+    assert parse_pipedream(f"\n{TEXT}\n  \n") == parse_pipedream(TEXT)

@@ -64,3 +64,8 @@ def test_a_grid_replaces_the_numbers_of_ranks_and_microbatches() -> None:
 def test_an_option_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlanOptions(**{"num_ranks": 2, "batch_size": 8, **fields})
+
+
+def test_a_number_of_microbatches_replaces_their_size() -> None:
+    stored = PlanRequest(microbatch_size=2).overlaid(PlanRequest(num_microbatches=4))
+    assert (stored.num_microbatches, stored.microbatch_size) == (4, None)

@@ -349,3 +349,10 @@ def test_of_many_numbers_of_microbatches_a_few_are_tried():
     counts = candidate_counts(wide, PlanOptions(num_ranks=2, batch_size=2**20))
     assert len(counts) == MOST_MICROBATCH_SIZES
     assert (counts[0], counts[-1]) == (1, 2**20) and list(counts) == sorted(set(counts))
+
+
+def test_ctrl_c_within_the_first_of_several_options_ends_the_search():
+    watch = interrupted_at(2)
+    choices = [PlanOptions(num_ranks=4, batch_size=64, schedule=name) for name in ("1f1b", "gpipe")]
+    plan = make_best_plan(FOUND, FAST, choices, progress=watch)
+    assert watch.stopped and (plan.schedule, plan.num_microbatches) == ("1f1b", 16)
