@@ -117,7 +117,7 @@ def test_a_run_ignores_connections_of_strangers(long_run: subprocess.Popen[str],
 def test_arguments_of_the_model_are_not_in_the_command_lines_of_ranks(
     long_run: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    shown = [" ".join(child.cmdline()) for child in descendants(long_run)]
+    shown = [" ".join(child.cmdline()) for child in descendants(long_run.pid)]
     assert len(shown) >= 2
     assert not [line for line in shown if "hunter2" in line]
 
@@ -126,7 +126,7 @@ def test_arguments_of_the_model_are_not_in_the_command_lines_of_ranks(
 def test_only_the_user_can_read_the_files_of_the_rendezvous(long_run: subprocess.Popen[str]) -> None:
     scratch = {
         Path(file.path)
-        for one in (psutil.Process(long_run.pid), *descendants(long_run))
+        for one in (psutil.Process(long_run.pid), *descendants(long_run.pid))
         for file in one.open_files()
         if Path(file.path).parent.name.startswith("autopipe-")
     }

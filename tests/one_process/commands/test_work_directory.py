@@ -45,7 +45,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_second_command_in_a_work_directory_is_refused(command: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run there"):
+    with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run in it"):
         COMMANDS[command](work)
     assert [path.name for path in work.iterdir()] == ["lock"]
 

@@ -39,7 +39,7 @@ def no_probe() -> Any:
 
 
 def left(run: Attempts, rank: int, host: str) -> int:
-    return run._left(WorkerError("the process was killed by SIGKILL", rank=rank, host=host))
+    return run._remaining_ranks(WorkerError("the process was killed by SIGKILL", rank=rank, host=host))
 
 
 @pytest.mark.parametrize(
