@@ -46,7 +46,7 @@ class Reference:
         return _digest([self.role, self.location, self.detail])
 
     def option(self, flag: str) -> str:
-        """Return the option that names it on a command line; ``flag``: the option before TARGET, or ""."""
+        """Return the command-line option that gives this reference. ``flag``: the option before TARGET, or ""."""
         if self.role == MODEL:
             return f"{flag} {shlex.quote(self.text)}".strip()
         kind = "--arg" if self.role.startswith("argument ") else _OPTIONS.get(self.role, f"--{self.role}")

@@ -51,7 +51,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call. State is named by its first name: a tied tensor has one name here."""
+    """One call. A tied tensor has several names in the model; here only the first one is used."""
 
     name: str  # of its result
     kind: str  # one of ``KINDS``

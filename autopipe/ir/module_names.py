@@ -69,7 +69,10 @@ def cut_place(graph: Graph, position: int) -> str:
 
 
 def _name(graph: Graph, path: str, start: int, stop: int) -> tuple[_Named, str]:
-    """Return the module that names a call of a stage, and the submodule of it if only a part of a block is there."""
+    """Return the module to report for a call in ``nodes[start:stop]``.
+
+    If it is a block of which the stage has only a part, also return the submodule that contains the call; else "".
+    """
     spans, around = graph.module_spans, list(_ancestors(path))
     whole = next((entry for entry in around if start <= spans[entry][0] and spans[entry][1] < stop), "")
     blocks = [entry for entry in around if _is_block(entry) and len(entry) < len(whole or f"{path}.")]

@@ -127,7 +127,7 @@ def _ray() -> Any:
 
 
 def _forward(ray: Any, lines: Any, write: Callable[[str, str], None]) -> int:
-    """Forward the output of rank 0 until it ends, and return its exit code."""
+    """Forward the output of rank 0 until the rank ends, and return its exit code."""
     try:
         for reference in lines:
             stream, text = ray.get(reference)

@@ -28,7 +28,7 @@ def block_of(module_path: str) -> str:
 
 
 def segments(graph: Graph, seconds: Sequence[float], least_seconds: float) -> list[tuple[int, int]]:
-    """Return (start, stop) of every segment, covering all nodes. ``seconds``: rough forward time of each node."""
+    """Divide the nodes into segments, returned as (start, stop). ``seconds``: rough forward time of every node."""
     count = len(graph.nodes)
     if not count:
         return []

@@ -184,7 +184,7 @@ class RankSession:
         return self._rows[first, count]
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
-        """Return the shares of the parts of a minibatch in its loss."""
+        """Return the share of each microbatch in the loss of its minibatch."""
         return self._recordings.shares(item, parts)
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _rebind(module: nn.Module, whole: nn.Module) -> None:
 
 
 class _Rerun(fx.Interpreter):
-    """Runs an exported graph and sets the user's line and modules of each call on the recorder."""
+    """Runs an exported graph, and passes the user's line and modules of each call to the recorder."""
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
         super().__init__(module)

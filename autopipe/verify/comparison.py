@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def gradient_tolerance(self) -> float:
-        """The largest tolerance of the gradients of any tensor."""
+        """The largest gradient tolerance over all tensors; 0: every bit must agree."""
         if self.promised:
             return 0.0
         return max(allowed(self.gradient_noise, d.gradient_noise) for d in self.differences)

@@ -72,7 +72,10 @@ def _other_host(facts: Sequence[Mapping[str, Any]], index: int) -> str:
 
 
 def _clock_offset_ns(pool: AgentPool, index: int) -> int:
-    """Return a host's clock minus this one's, from the fastest of a few answers: each way takes half of its time."""
+    """Return a host's clock minus this one's, in nanoseconds.
+
+    It uses the fastest of several round trips, and assumes that both directions take equally long.
+    """
     rounds = []
     for number in range(_CLOCK_ROUNDS):
         sent = time.time_ns()

@@ -1,6 +1,7 @@
 """The protocol between the process that watches a run and the processes that hold its ranks on other hosts.
 
-It is the same whether this tool started the process over ssh (an agent) or a cluster's launcher did (a peer)::
+It is the same whether this tool started the process over ssh (an agent) or a cluster's launcher did (a peer). Over ssh
+the first message is ``Prepare`` of the watcher, otherwise ``Hello`` of the peer::
 
     watcher -> host                               host -> watcher
       Start       specs of its ranks                Started

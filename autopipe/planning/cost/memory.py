@@ -35,7 +35,9 @@ def stage_peak(
     saved: Amount,
     saved_in_flight: int,
 ) -> Amount:
-    """Return the peak bytes of a stage: the one formula of the search, of its compiled loops and of a finished plan.
+    """Return the peak bytes of a stage. The search, its compiled loops and a plan when it is built use this formula.
+
+    ``peaks.with_peaks`` replaces the bytes of the chosen plan by the count along its schedule (``schedules.memory``).
 
     ``fixed``: G + O + X, and the waiting halves of backwards. ``saved_in_flight``: how many microbatches keep their A:
     1 with recompute. Bytes are whole numbers, so the order in which float64 adds them does not matter below 2**53.

@@ -1,4 +1,7 @@
-"""``Manifest``: the JSON description of a checkpoint. Everything is kept under the model's own parameter names."""
+"""``Manifest``: the JSON description of a checkpoint. Everything is kept under the model's own parameter names.
+
+``directory`` writes it when a checkpoint is finished, and ``checkpoint.Checkpoint`` reads it.
+"""
 
 from __future__ import annotations
 

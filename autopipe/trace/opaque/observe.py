@@ -198,7 +198,10 @@ class _Watch:
         self.observed.foreign.setdefault(self.path, set()).update(foreign)
 
     def _state(self) -> tuple[list[tuple[Any, str, Any, int]], list[tuple[str, dict[str, Any]]]]:
-        """Return the tensors of the module with their versions, and the other attributes of its parts."""
+        """Return the parameters and buffers of the module and its submodules, and their other attributes.
+
+        Each tensor comes with its version counter.
+        """
         tensors: list[tuple[Any, str, Any, int]] = []
         attributes = []
         for path, part in self.parts:

@@ -1,7 +1,5 @@
 """A profile in PipeDream's format, planned with autopipe's cost model."""
 
-from pathlib import Path
-
 import pytest
 from support.pipedream_cases import GOLDEN, TEXT
 
@@ -24,11 +22,11 @@ def test_layers_become_nodes_with_their_seconds_and_bytes():
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="PipeDream's profiles are not beside the repository")
-@pytest.mark.parametrize("straight", [True, False])
+@pytest.mark.parametrize("replicas", [True, False])
 @pytest.mark.parametrize("name", ["vgg16", "gnmt", "resnet50"])
-def test_a_plan_of_a_published_profile_has_every_parameter_in_a_stage(name, straight):
-    profile = profile_from_pipedream(Path(GOLDEN) / f"{name}.txt", samples=64)
-    options = PlanOptions(num_ranks=4, batch_size=1024, num_microbatches=16, straight=straight, schedule="1f1b")
+def test_a_plan_of_a_published_profile_has_every_parameter_in_a_stage(name, replicas):
+    profile = profile_from_pipedream(GOLDEN / f"{name}.txt", samples=64)
+    options = PlanOptions(num_ranks=4, batch_size=1024, num_microbatches=16, may_replicate=replicas, schedule="1f1b")
     plan = make_plan(profile, uniform_cluster(4, memory="64GiB", link="10GB/s"), options)
     assert {n for stage in plan.stages for n in stage.parameters} == set(profile.graph.parameters)
     single = sum(c.forward_seconds + c.backward_seconds for c in profile.at(64).costs.values())
