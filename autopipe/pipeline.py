@@ -174,8 +174,8 @@ class Pipeline:
         launch = table.launch_settings(given)
         if launch.name not in _IN_PROCESS:
             raise RunError(
-                f"launcher {launch.name!r} starts the command line once for each rank",
-                remedy=f"autopipe train --launcher {launch.name}; in Python, use 'local' or 'ssh'",
+                f"launcher {launch.name!r} works on the command line only: it starts the command once for each rank",
+                remedy=f"run autopipe train --launcher {launch.name}, or use launcher 'local' or 'ssh' in Python",
             )
         settings = placed(table.train_settings(self.target, given, launch=launch, devices=devices))
         run = functools.partial(runs.train, settings, on_event or _ignore_event)

@@ -27,9 +27,14 @@ def find_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ProfileError(f"unknown device {str(name)!r}", remedy="give auto, cpu or cuda") from error
+    if device.type == "cuda" and torch.version.cuda is None:
+        raise ProfileError(
+            f"torch {torch.__version__} was built without CUDA",
+            remedy="use --device cpu, or install a build of torch with CUDA (autopipe doctor shows the build)",
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError(
-            "there is no CUDA device here, or this torch has no CUDA",
+            "CUDA finds no device on this host",
             remedy="use --device cpu, or run autopipe doctor to see what is missing",
         )
     if device.type not in ("cpu", "cuda"):

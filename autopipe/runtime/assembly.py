@@ -68,7 +68,7 @@ class RankAssembly:
             return None
         if any(schedule.staleness):
             raise PlanError(
-                f"{schedule.name} cannot be scaled for float16: minibatches begin before the last scale is known",
+                f"{schedule.name} does not work with fp16: a minibatch starts before the last step sets the loss scale",
                 remedy="train with --precision bf16, or choose 1f1b",
             )
         return LossScaler()

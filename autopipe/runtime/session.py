@@ -195,9 +195,10 @@ class RankSession:
         source = Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
         if source.manifest.graph_digest != self.context.graph.digest:
             raise RunError(
-                f"the checkpoint is of model {source.manifest.graph_digest}, this is {self.context.graph.digest}",
+                f"the graph of the checkpoint has digest {source.manifest.graph_digest}, "
+                f"the graph of this model {self.context.graph.digest}",
                 where=str(source.directory),
-                remedy="start a new run (another --run-dir), or bring the model file back",
+                remedy="start a new run (another --run-dir), or restore the model file of the checkpoint",
             )
         self.restore(source)
         scaler, manifest = self.executor.stepper.scaler, source.manifest

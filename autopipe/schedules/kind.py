@@ -139,7 +139,7 @@ def check_request(name: str, request: ScheduleSpec) -> None:
     }
     for what, count in counts.items():
         if count < 1:
-            raise ScheduleError(f"{name} cannot run {count} {what}", remedy=f"request at least one of the {what}")
+            raise ScheduleError(f"{name} needs at least one of the {what}, got {count}")
     if request.first_minibatch < 0:
         raise ScheduleError(
             f"the first minibatch must be at least 0, and is {request.first_minibatch}",
@@ -150,9 +150,9 @@ def check_request(name: str, request: ScheduleSpec) -> None:
         raise ScheduleError(f"a stage needs at least one rank, and each of its ranks once; given {request.stage_ranks}")
     missing = [rank for rank in range(request.num_ranks) if rank not in used]
     if missing or min(used) < 0:
+        wrong = f"rank {missing[0]} has no stage" if missing else f"rank {used[0]} is negative"
         raise ScheduleError(
-            f"rank {(missing or used)[0]} has no stage, or is negative; ranks with a stage: {sorted(set(used))}",
-            remedy="number the ranks from 0 without gaps",
+            f"{wrong}; ranks with a stage: {sorted(set(used))}", remedy="number the ranks from 0 without gaps"
         )
 
 

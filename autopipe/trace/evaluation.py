@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from autopipe.trace.record.follow import short_where_text
 from autopipe.trace.sizes.align import GraphsDiffer, merged
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -26,9 +27,9 @@ def evaluation_arguments(
                 continue
             differs: list[Any] = []
 
-            def choose(_: Any, now: Any, differs: list[Any] = differs) -> Any:
+            def choose(_: Any, now: Any, differs: list[Any] = differs, node: fx.Node = node) -> Any:
                 if type(now) is int:
-                    raise GraphsDiffer(" (another size)")
+                    raise GraphsDiffer("another size", short_where_text(node.meta))
                 differs.append(now)
                 return now
 
@@ -38,5 +39,5 @@ def evaluation_arguments(
             if differs:
                 differing[node] = args, kwargs
     except GraphsDiffer as difference:
-        return {}, f"eval mode traces differently{difference}"
+        return {}, f"eval mode traces differently: {difference}"
     return differing, ""

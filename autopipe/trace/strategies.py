@@ -116,10 +116,10 @@ class CaptureStrategies:
         try:
             return aligned(training, self.record(comparison=LiveComparison(training), **options)), ""
         except GraphsDiffer as difference:
-            return {}, f"eval mode traces differently{difference}"
+            return {}, f"eval mode traces differently: {difference}"
         except TraceError as error:
             if error.what == OTHER_CALLS:
-                return {}, f"eval mode traces differently{f' at {error.where}' if error.where else ''}"
+                return {}, f"eval mode traces differently: another call{f' at {error.where}' if error.where else ''}"
             return {}, f"the model cannot be recorded in evaluation mode: {error.what}"
         finally:
             before.restore()

@@ -195,7 +195,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
 
 
 def test_launchers_that_start_a_command_are_refused():
-    with pytest.raises(autopipe.RunError, match="'slurm' starts the command line once for each rank"):
+    with pytest.raises(autopipe.RunError, match="'slurm' works on the command line only"):
         autopipe.Pipeline("gpt.py", gpus=2).train(launcher="slurm")
 
 

@@ -108,7 +108,7 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
                 break
     if best is None:
         raise PlanError(
-            f"no plan fits {in_short_bytes(machine.memory_bytes)} a device",
+            f"no plan fits in {in_short_bytes(machine.memory_bytes)} of memory per device",
             where=f"{len(graph.names)} layers on {machine.num_devices} devices",
             remedy="use more devices or more memory",
         )

@@ -149,7 +149,7 @@ class Source:
     def _refuse_dry(self, given: int, before: str, step: int = -1) -> None:
         of = f" of {self.steps}" if self.steps else ""
         raise RunError(
-            f"the data of {self.name} ran dry: epoch {self.place.epoch} gave {counted(given, 'minibatch')}{before}",
+            f"the data of {self.name} ended early: epoch {self.place.epoch} had {counted(given, 'minibatch')}{before}",
             where=f"after step {step}{of}" if step >= 0 else "",
-            remedy="let data return an iterable that can be iterated again, not a used-up generator; or fewer --steps",
+            remedy="let data return an iterable that can be iterated again, not a generator; or use fewer --steps",
         )

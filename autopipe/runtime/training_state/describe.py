@@ -284,7 +284,7 @@ class _Describer:
         if type(key) is int and key in self.names:
             raise UnstorableError(
                 path,
-                f"is keyed by id() of a parameter ({self.names[key]}), which is another number in the next process",
+                f"has id() of parameter {self.names[key]} as a key; a resumed run has another id()",
                 "key it by the parameter itself, as optimizer.state is",
             )
         plain = key is None or type(key) in (bool, int, float, str, tuple) or isinstance(key, enum.Enum)

@@ -43,7 +43,7 @@ _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
 _OF_A_KIND = 12
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-_KEEP = "keep it in optimizer.state, in param_groups, or in an attribute of the optimizer or scheduler"
+_KEEP = "keep this state in optimizer.state, in param_groups, or in an attribute of the optimizer or scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _compare(first: _Side, second: _Side) -> None:
         if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
             raise RunError(
                 "a run could not resume from its own checkpoint: after its state was stored and restored, the "
-                f"optimizer gives {name} a different value. It uses state outside of the optimizer and the scheduler",
+                f"optimizer computes another value for {name}. It reads state that neither it nor the scheduler has",
                 where=_class(first.training.optimizer),
                 remedy=_KEEP,
             )

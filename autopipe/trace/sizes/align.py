@@ -19,7 +19,11 @@ from autopipe.trace.record.targets import qualified_name
 
 
 class GraphsDiffer(Exception):  # noqa: N818  # the caller turns it into a note or another attempt
-    """The two recordings are not the same calls; the message names the first differing call."""
+    """The two recordings are not the same calls. ``where``: the user's line of the first differing call, or ""."""
+
+    def __init__(self, what: str, where: str = "") -> None:
+        super().__init__(f"{what} at {where}" if where else what)
+        self.where = where
 
 
 _MAX_MISMATCHES = 16  # consecutive calls that the other recording does not have
@@ -63,17 +67,16 @@ def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
     for a, b in zip(left, right, strict=False):
         same[b] = a
         if a.op != b.op or not _same_target(a, b, ours, theirs):
-            raise GraphsDiffer(_where(a, b))
+            raise GraphsDiffer("another call", _where(a, b))
         if a.all_input_nodes != [same.get(node) for node in b.all_input_nodes]:
-            raise GraphsDiffer(_where(a, b))
+            raise GraphsDiffer("another call", _where(a, b))
     if len(left) != len(right):
-        raise GraphsDiffer(f" ({len(right)} calls instead of {len(left)})")
+        raise GraphsDiffer(f"{len(right)} calls instead of {len(left)}")
     return same
 
 
 def _where(left: fx.Node, right: fx.Node) -> str:
-    place = short_where_text(left.meta) or short_where_text(right.meta)
-    return f" at {place}" if place else ""
+    return short_where_text(left.meta) or short_where_text(right.meta)
 
 
 def _same_target(left: fx.Node, right: fx.Node, ours: Followed, theirs: Followed) -> bool:

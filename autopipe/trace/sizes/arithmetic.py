@@ -52,7 +52,7 @@ class Size:
             if not rest and (not offset or (len(of) == 1 and offset > -u * v)):
                 sizes.append(cls(factor, offset, of, times))
         if not sizes:
-            raise GraphsDiffer(f": {x} at {_shape(s)} and {y} at {_shape(t)}")
+            raise GraphsDiffer(f"no formula gives size {x} at {_shape(s)} and {y} at {_shape(t)}")
         return next((size for size in sizes if not size.offset), sizes[0])
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ class Fit:
     def __init__(self, narrow: Followed, wide: Followed) -> None:
         self.narrow, self.wide = narrow, wide
         if narrow.recorder.answers.fixed.seen != wide.recorder.answers.fixed.seen:
-            raise GraphsDiffer(": a number that is read from a tensor depends on the size of the batch")
+            raise GraphsDiffer("a number that is read from a tensor depends on the size of the batch")
         self.same = aligned(narrow, wide)
         self.arguments: dict[fx.Node, Arguments] = {}
         for other, node in self.same.items():
@@ -41,7 +41,7 @@ class Fit:
 
     def _number(self, first: Any, second: Any) -> Size:
         if type(first) is not int or type(second) is not int:
-            raise GraphsDiffer(f": {first!r} and {second!r}")
+            raise GraphsDiffer(f"a call has the argument {first!r} in one recording and {second!r} in the other")
         return Size.through((self.narrow.sizes, first), (self.wide.sizes, second))
 
     def _shape(self, node: fx.Node, other: fx.Node) -> None:
@@ -49,7 +49,7 @@ class Fit:
         if not isinstance(value, Tensor) or not isinstance(wider, Tensor):
             return
         if value.dim() != wider.dim():
-            raise GraphsDiffer(f": {value.dim()} and {wider.dim()} dimensions")
+            raise GraphsDiffer(f"a tensor has {value.dim()} dimensions in one recording and {wider.dim()} in the other")
         shape: list[int | str | None] = []
         for a, b in zip(value.shape, wider.shape, strict=True):
             if type(a) is not int or type(b) is not int:

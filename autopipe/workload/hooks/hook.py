@@ -192,7 +192,7 @@ def _checked(hook: Hook) -> Hook:
         if not takes(value, _ARGUMENTS[hook.name]):
             raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)
     elif not takes(value, 0) and not takes(value, 1):
-        raise _wrong(hook, "can be called neither with a batch size nor without", wanted)
+        raise _wrong(hook, "must take no argument or the batch size, and takes neither", wanted)
     return hook
 
 

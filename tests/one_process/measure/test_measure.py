@@ -233,7 +233,7 @@ def test_sizes_and_devices_are_checked():
         find_device("meta")
     if not torch.cuda.is_available():
         assert find_device("auto").type == "cpu"
-        with pytest.raises(ProfileError, match="there is no CUDA device"):
+        with pytest.raises(ProfileError, match=r"CUDA finds no device|built without CUDA"):
             find_device("cuda")
 
 

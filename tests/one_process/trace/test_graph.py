@@ -275,7 +275,7 @@ def test_a_different_path_in_evaluation_is_noted():
     captured = capture(Toy(DropPath, vectors))
     assert captured.exact
     assert captured.evaluation == {}
-    assert captured.evaluation_note.startswith("eval mode traces differently at ")
+    assert captured.evaluation_note.startswith("eval mode traces differently: another call at ")
 
 
 class OwnNorm(nn.Module):
@@ -301,7 +301,7 @@ def test_an_evaluation_pass_stops_at_the_first_different_call():
     )
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
-    assert re.match(r"eval mode traces differently at \S*test_graph\.py:\d+$", captured.evaluation_note)
+    assert re.match(r"eval mode traces differently: another call at \S*test_graph\.py:\d+$", captured.evaluation_note)
     runs = 1  # a complete pass observes Python state: it changes nothing
     assert passes.count(True) == 80 + 40 * runs
     assert 0 < passes.count(False) < 20

@@ -180,7 +180,7 @@ def test_a_different_path_in_evaluation_is_named_in_the_model_first(model_of):
     captured = capture(Toy(build, vectors))
     source = Path(sys.modules[model.__module__].__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if "THIS" in text)
-    note = rf"eval mode traces differently at \S*linemodel_\d+\.py:{line} \(linelib/__init__\.py:\d+\)"
+    note = rf"eval mode traces differently: another call at \S*linemodel_\d+\.py:{line} \(linelib/__init__\.py:\d+\)"
     assert re.fullmatch(note, captured.evaluation_note)
 
 

@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "keyed by id": (
         own("""self.seen[id(p)] = self.seen.get(id(p), 0) + 1
         return p.grad / self.seen[id(p)]""", init="self.seen = {}"),
-        r"optimizer.seen is keyed by id\(\) of a parameter",
+        r"optimizer.seen has id\(\) of parameter",
     ),
     "an object made in step": (
         own("""state.setdefault("ema", Ema()).n += 1
