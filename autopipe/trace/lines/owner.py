@@ -29,10 +29,12 @@ def library_of(filename: str) -> str:
 
 
 def own_and_library(filenames: Sequence[str]) -> tuple[int, int | None]:
-    """Return the index of the model's own frame, and of the library frame that it leads to.
+    """Return the index of the model's own frame, and of the innermost frame of a package that it calls.
 
-    ``filenames``: those of the frames, innermost first; at least one. The second is None unless the innermost library
-    is an installed package.
+    The model's own frame is the innermost one of the user's files or, if the model comes from a package, of the
+    outermost package. The second index is None if the own frame calls nothing but the standard library.
+
+    ``filenames``: those of the frames, innermost first; at least one.
     """
     return _positions(tuple(filenames))
 
