@@ -19,17 +19,20 @@ _ABSENT = object()
 
 
 class ModelSnapshot:
-    """The attributes of every module, containers one level deep, and the random states. ``restore`` restores them."""
+    """The attributes of every module, with the content of containers and arrays, and the random states."""
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, Any]] = []  # one level deep
+        self._arrays: list[tuple[Any, Any]] = []
         for module in model.modules():
             attributes = vars(module)
             self._attributes.append((attributes, dict(attributes)))
             for value in attributes.values():
                 if isinstance(value, CONTAINERS):
                     self._containers.append((value, copied(value)))
+                elif isinstance(value, np.ndarray) and value.flags.writeable:
+                    self._arrays.append((value, value.copy()))
         self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def random_drawn(self) -> str:
@@ -67,6 +70,9 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Restore everything, in the same dictionaries and lists."""
         self._refill(self._containers, self._attributes)
+        for array, content in self._arrays:
+            if array.shape == content.shape:
+                array[...] = content
         torch.set_rng_state(self._random[0])
         np.random.set_state(self._random[1])
         random.setstate(self._random[2])

@@ -18,6 +18,7 @@ from autopipe import draws
 from autopipe.errors import TraceError
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.later import changed_entries, keeps_a_part
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
 from autopipe.trace.state.places import Unusable, put, value_at
 from autopipe.trace.state.probe import Probe
@@ -71,6 +72,7 @@ class Look:
     ran: dict[types.CodeType, Ran] = field(default_factory=dict)  # user functions that run in forward and loss
     has_generator: bool = False  # they can reach a torch generator other than the global one
     _accesses: list[tuple[Reader, Access]] | None = None
+    _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
 
     def snapshot(self) -> Snapshot:
         """Take a snapshot of what the model, the loss, the user's modules and the recorded functions reach."""
@@ -89,6 +91,7 @@ class Look:
         try:
             yield before
         finally:
+            self._met.restore()
             before.restore()
             model_before.restore()
             with torch.no_grad():
@@ -111,7 +114,7 @@ class Look:
         three. ``before``: the snapshot before the first run. State that only newly discovered functions reach is
         recorded when the first run is about to call them.
         """
-        met = Snapshot()
+        met = self._met = Snapshot()
 
         def meet(ran: Ran) -> None:
             met.extend(reached(ran), before)
@@ -156,27 +159,35 @@ class Look:
             if place[1] == DRAWN:
                 owner = last.owners[place[0]]
                 uses = self._uses(owner, last)
-                if isinstance(owner, itertools.count) and all(is_package(access.where) for access in uses):
+                if isinstance(owner, (itertools.count, itertools.cycle)) and all(
+                    is_package(access.where) for access in uses
+                ):
                     unknown.append(place)
                 else:
                     self._refuse(_FORWARD, f"the generator {last.names[place]}", uses, [], _DRAW)
-        if not changed or len(changed) > _MOST_PLACES * 100:
-            return
         for place in changed[:_MOST_PLACES]:
-            if not self._refuse_place(place, last):
+            if not self._refuse_place(place, second, last):
                 unknown.append(place)
+        unknown += changed[_MOST_PLACES:]
         self._refuse_depended(list(dict.fromkeys(unknown)), second, last)
 
-    def _refuse_place(self, place: Place, last: Snapshot) -> bool:
+    def _refuse_place(self, place: Place, second: Snapshot, last: Snapshot) -> bool:
         """Refuse a place that is read. Return whether the source shows that it is harmless."""
-        key = owner_key(last.owners[place[0]]), place[1]
+        owner = owner_key(last.owners[place[0]])
+        indices = changed_entries(place, second, last)
+        keys = [(owner, place[1])] if indices is None else [(owner, index) for index in indices]
         is_tensor = isinstance(value_at(last.owners[place[0]], place[1]), Tensor)
-        writes = [access for _, access in self._all(last) if access.kind != "read" and _meets(access, key)]
-        read = self._really_read(key, last, set()) or (_read_by_torch(key) if writes else None)
+        accesses = [access for _, access in self._all(last) if any(_meets(access, key) for key in keys)]
+        writes = [access for access in accesses if access.kind != "read"]
+        read = next((read for key in keys if (read := self._really_read(key, last, set()))), None)
+        if read is None and writes:
+            read = _read_by_torch(keys[0])
         if is_tensor and not writes:
             return True  # the recording detects tensors that are changed in place
         if read is None:
             return False
+        if all(is_package(access.where) for access in accesses) and keeps_a_part(place, second, last):
+            return False  # what is read may be the part that does not change
         carried = self._carried(place, last)
         if carried is None:
             carried = any(access.kind == "update" for access in writes)
@@ -186,14 +197,17 @@ class Look:
 
     def _refuse_depended(self, places: list[Place], second: Snapshot, last: Snapshot) -> None:
         """Refuse state that the loss depends on, although the source does not show where it is read."""
+        if not places:
+            return
         probe = Probe(lambda: self.run(self.item), self.model, last)
         place = probe.affecting(places, second)
         if place is None:
             return
         owner, key = last.owners[place[0]], place[1]
         writes = (a.where for _, a in self._all(last) if a.kind != "read" and _meets(a, (owner_key(owner), key)))
+        why = "the loss depends on it" if probe.is_repeatable else "two runs on the same batch have different losses"
         raise TraceError(
-            f"{_FORWARD} changes {last.names[place]}, and the loss depends on it: the model is not one fixed graph",
+            f"{_FORWARD} changes {last.names[place]}, and {why}: the model is not one fixed graph",
             where=probe.writer(owner, key) or next(writes, ""),
             remedy=_KEEP,
         )
@@ -224,7 +238,7 @@ class Look:
             if not put(owner, key, Unusable()):
                 return None
             loss = self.run(self.item)
-        except Exception:
+        except (Exception, SystemExit):
             return True
         finally:
             last.restore()

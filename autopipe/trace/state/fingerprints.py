@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import hashlib
 import itertools
 import operator
 import random
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 ITERATORS: tuple[type, ...] = (
     itertools.count,
     itertools.cycle,
+    enumerate,
     types.GeneratorType,
     type(iter([])),
     type(iter(())),
@@ -27,7 +31,10 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.G
 
 
 def fingerprint(value: Any) -> tuple[Any, ...]:
-    """Return the fingerprint of a value: the content of a plain value, the identity of any other."""
+    """Return the fingerprint of a value: the content of a plain value, the identity of any other.
+
+    A tuple of plain values comes with its entries, for whom it shows where they changed: they are not compared.
+    """
     if type(value) in PLAIN:
         return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -40,7 +47,7 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
     if isinstance(value, tuple):  # torch.Size too
         values = tuple(tuple.__iter__(value))
         if all(type(entry) in PLAIN for entry in values):
-            return "==", (type(value), repr(values))
+            return "==", (type(value), repr(values)), values
     return "is", value
 
 
@@ -48,7 +55,7 @@ def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Compare two fingerprints."""
     if len(one) != len(other) or not one or one[0] != other[0]:
         return not one and not other
-    return one[1] is other[1] if one[0] == "is" else bool(one == other)
+    return one[1] is other[1] if one[0] == "is" else bool(one[1] == other[1])
 
 
 def is_plain_key(key: Any) -> bool:
@@ -75,4 +82,31 @@ def drawn(value: Any) -> Any:
             if frame is None
             else (frame.f_lasti, repr({k: v for k, v in frame.f_locals.items() if type(v) in PLAIN}))
         )
+    if isinstance(value, enumerate):
+        return value.__reduce__()[1][1]
+    if isinstance(value, itertools.cycle):
+        (rest,), (first, _) = _parts_of_cycle(value)
+        return operator.length_hint(rest, -1), len(first)
     return repr(value) if isinstance(value, itertools.count) else operator.length_hint(value, -1)
+
+
+def copied_iterator(value: Any) -> Any:
+    """Return an ``itertools.count`` or ``cycle`` that goes on where this one is, or None if it cannot be copied."""
+    try:
+        if isinstance(value, itertools.count):
+            return itertools.count(*ast.literal_eval(f"({repr(value).partition('(')[2].rpartition(')')[0]},)"))
+        (rest,), (first, seen) = _parts_of_cycle(value)
+        if not hasattr(type(rest), "__setstate__"):
+            return None  # such as a generator
+        iterator: Any = itertools.cycle(copy.copy(rest))
+        iterator.__setstate__((list(first), seen))
+    except (ValueError, TypeError, SyntaxError):
+        return None
+    return iterator
+
+
+def _parts_of_cycle(value: Any) -> Any:
+    """Return the iterator of a cycle, the entries that it keeps, and whether it repeats them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 deprecates it
+        return value.__reduce__()[1:]

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopipe.trace.state import bytecode
+from autopipe.trace.state.kinds import is_users_module
 from autopipe.trace.state.observe import Ran, is_own_file, is_package
-from autopipe.trace.state.snapshot import Names, is_users_module
+from autopipe.trace.state.snapshot import Names
 
 
 def reached(ran: Ran) -> Iterator[tuple[str, Any]]:

@@ -6,34 +6,29 @@ a fingerprint of the value at each place, so that two snapshots show which place
 
 from __future__ import annotations
 
-import argparse
 import contextvars
 import functools
-import gc
 import itertools
-import sys
-import threading
 import types
-import weakref
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
-from autopipe.trace.state.fingerprints import (
-    GENERATORS,
-    ITERATORS,
-    LARGEST,
-    PLAIN,
-    drawn,
-    fingerprint,
-    is_plain_key,
-    same_value,
+from autopipe.trace.state.arrays import fill, is_array, numbers
+from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS, PLAIN, drawn, fingerprint, is_plain_key, same_value
+from autopipe.trace.state.kinds import (
+    MOST_ENTRIES,
+    behind,
+    is_known,
+    is_users_module,
+    is_users_object,
+    may_be_state,
+    memoized,
 )
 from autopipe.trace.state.places import ByIdentity, slots
 
@@ -41,17 +36,10 @@ Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
 ANY = "(any entry)"  # the key of an entry at an unknown index
 DRAWN = "(its state)"  # the key of a generator's state
-_IMMUTABLE = PLAIN | {torch.dtype, torch.device}  # types of default arguments that a function cannot change
 _DEEPEST = 6
 _MOST_PLACES = 200_000
-_MOST_ENTRIES = 256  # entries of one container that are compared, with its length
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
-_HOLDERS = (
-    *(types.SimpleNamespace, argparse.Namespace, threading.local),
-    *(UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-)
-"""Classes of the standard library whose objects hold what the user assigns to them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +65,7 @@ class Snapshot:
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
     _slots: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
+    _arrays: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # with their fingerprints
     _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
     @classmethod
@@ -146,10 +135,10 @@ class Snapshot:
         contents: dict[int, dict[Any, tuple[Any, ...]]] = {}
         for (owner, key), value in self.values.items():
             contents.setdefault(owner, {})[key] = value
-        return {owner: content for owner, content in contents.items() if _is_known(self.owners.get(owner), content)}
+        return {owner: content for owner, content in contents.items() if is_known(self.owners.get(owner), content)}
 
     def restore(self) -> None:
-        """Restore containers, attributes and closure cells. Generators that the user owns are not restored."""
+        """Restore containers, attributes, closure cells and arrays. Generators that the user owns are not restored."""
         for container, before in self._kept:
             refill(container, before)
         for cell, before in self._cells:
@@ -166,6 +155,8 @@ class Snapshot:
                     object.__setattr__(owner, name, value)
         for parameter, trained in self._trained:
             parameter.requires_grad_(trained)
+        for array, before in self._arrays:
+            fill(array, before)
 
     # --- the walk -----------------------------------------------------------------------------------------------------
 
@@ -180,10 +171,11 @@ class Snapshot:
                 self.owners[id(value)] = value
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
                 self._trained.append((value, value.requires_grad))
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.size <= LARGEST:
+        elif is_array(value):
             self.owners[id(value)] = value
-            self.values[id(value), ANY] = ("==", (str(value.dtype), value.shape, value.tobytes()))
+            self.values[id(value), ANY] = content = numbers(value)
             self.names[id(value), ANY] = path
+            self._arrays.append((value, content))
         elif isinstance(value, GENERATORS) or type(value) in ITERATORS:
             self.owners[id(value)] = value
             self.values[id(value), DRAWN] = ("==", drawn(value))
@@ -192,12 +184,6 @@ class Snapshot:
             yield from self._container(path, value)
         elif isinstance(value, types.FunctionType):
             yield from self._function(path, value)
-        elif isinstance(value, types.MethodType):
-            yield from ((path, value.__func__), (path, value.__self__))
-        elif isinstance(value, functools.partial):
-            yield from ((path, value.func), (path, value.args), (path, value.keywords))
-        elif isinstance(value, (classmethod, staticmethod, property, functools.cached_property)):
-            yield from ((path, function) for function in _behind(value))
         elif isinstance(value, contextvars.ContextVar):
             self.owners[id(value)] = value
             self._variables.append((value, content := value.get(None)))
@@ -205,11 +191,15 @@ class Snapshot:
             yield path, content
         elif isinstance(value, functools._lru_cache_wrapper):
             self.owners[id(value)] = value
-            yield from ((f"{path}()", result) for result in _memoized(value))
-        elif isinstance(value, (nn.Module, type, types.ModuleType)) or is_users_object(value):
+            yield from ((f"{path}()", result) for result in memoized(value))
+        elif isinstance(value, (nn.Module, type, types.ModuleType)):
             yield from self._object(path, value)
         elif isinstance(value, Names):
             yield from self._globals(value)
+        else:
+            if is_users_object(value):
+                yield from self._object(path, value)
+            yield from ((path, inner) for inner in behind(value))
 
     def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -221,7 +211,7 @@ class Snapshot:
             return
         if not isinstance(value, tuple):
             self._kept.append((value, copied(value)))
-        first = list(itertools.islice(entries(value), _MOST_ENTRIES))
+        first = list(itertools.islice(entries(value), MOST_ENTRIES))
         self.values[id(value), WHOLE] = (
             "==",
             (length(value), *((k for k, _ in first) if isinstance(value, dict) else ())),
@@ -287,7 +277,7 @@ class Snapshot:
         if is_module:
             self._whole.add(id(value))
         for name, entry in list(vars(value).items()):
-            if name.startswith("__") or name in _NOT_STATE or not _may_be_state(entry):
+            if name.startswith("__") or name in _NOT_STATE or not may_be_state(entry):
                 continue
             if isinstance(entry, type) and entry.__module__ != own_name:
                 continue
@@ -298,7 +288,7 @@ class Snapshot:
         self.owners.setdefault(id(module), module)
         for name in sorted(name for name in some.names if name in vars(module)):
             entry = vars(module)[name]
-            if (id(module), name) in self.values or name.startswith("__") or not _may_be_state(entry):
+            if (id(module), name) in self.values or name.startswith("__") or not may_be_state(entry):
                 continue
             if not isinstance(entry, type) or is_users_module(entry.__module__):
                 yield self._bind(module, name, entry, name)
@@ -319,58 +309,3 @@ class Snapshot:
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():
                 yield f"a hook of {path}", hook
-
-
-def _may_be_state(entry: Any) -> bool:
-    """Return whether a global or class attribute may be state, unlike a module, method or plain function."""
-    if isinstance(entry, (classmethod, staticmethod, property, functools.cached_property)):
-        return any(map(_may_be_state, _behind(entry)))
-    if isinstance(entry, types.FunctionType):
-        defaults = (*(entry.__defaults__ or ()), *(entry.__kwdefaults__ or {}).values())
-        return bool(entry.__closure__ or vars(entry)) or not all(type(default) in _IMMUTABLE for default in defaults)
-    return not isinstance(entry, types.ModuleType)
-
-
-def _behind(descriptor: Any) -> list[Any]:
-    """Return the functions behind a property, a class method or a static method."""
-    names = ("fget", "fset", "__func__", "func")
-    return [function for name in names if (function := getattr(descriptor, name, None)) is not None]
-
-
-def _memoized(function: Any) -> Iterator[Any]:
-    """Yield a memoized function and the results in its cache."""
-    parts = gc.get_referents(function)  # keys and results of a cache with a limit, the cache, the function, ...
-    wrapped = getattr(function, "__wrapped__", None)
-    index = next((index for index, part in enumerate(parts) if part is wrapped), 0)
-    if not index:
-        return
-    cache = parts[index - 1]
-    yield wrapped
-    results = parts[: index - 1]
-    if isinstance(cache, dict):  # of links where there is a limit
-        results += itertools.islice(cache.values(), _MOST_ENTRIES)
-    yield from (result for result in results[:_MOST_ENTRIES] if not isinstance(result, (type, types.ModuleType)))
-
-
-def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
-    """Return whether the snapshot has recorded all places of an object."""
-    if isinstance(owner, (*CONTAINERS, tuple)):
-        return isinstance(owner, set) or len(content) == length(owner) + 1  # its entries, and WHOLE
-    if isinstance(owner, types.FunctionType):
-        return not owner.__closure__ and not owner.__defaults__ and not owner.__kwdefaults__
-    return is_users_object(owner) and content.keys() == (attributes(owner) or {}).keys() | slots(owner).keys()
-
-
-def is_users_object(value: Any) -> bool:
-    """Return whether an object has attributes of the user's or of a model library."""
-    kind = type(value)
-    if attributes(value) is None and not any("__slots__" in vars(base) for base in kind.__mro__):
-        return False
-    return is_users_module(kind.__module__) or isinstance(value, _HOLDERS)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users_module(name: str) -> bool:
-    """Return whether a module does not belong to torch, numpy, autopipe or the standard library."""
-    top = name.partition(".")[0]
-    return top not in {"torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names} or name == "__main__"

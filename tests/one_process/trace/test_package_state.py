@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.package_cases import CHANGING, HARMLESS, written
+from support.packages.cases import CHANGING, HARMLESS, written
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture
@@ -41,6 +41,17 @@ def test_state_of_a_package_is_refused_with_the_line_that_writes_it(name: str, f
 @pytest.mark.parametrize("name", list(HARMLESS))
 def test_state_of_a_package_that_the_loss_does_not_depend_on_is_accepted(name: str, folder: Path) -> None:
     assert capture(load_workload(LoadOptions(str(written(name, folder))))).exact
+
+
+def test_a_later_step_is_tried_without_its_files_and_output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = written("files and output at a later step", folder)
+    monkeypatch.chdir(folder)
+    capture(load_workload(LoadOptions(str(path))))
+    assert not (folder / "NEVER").exists()
+    assert (folder / "site-packages" / "counting" / "util.py").exists()
+    assert "NEVER" not in "".join(capfd.readouterr())
 
 
 def test_the_command_refuses_before_training(run: Any, folder: Path) -> None:

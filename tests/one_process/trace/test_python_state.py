@@ -47,6 +47,13 @@ def test_state_that_is_unread_or_constant_trains_as_in_a_plain_loop(name: str, t
         assert torch.equal(ours[key], value), key
 
 
+def test_a_capture_restores_the_content_of_arrays(tmp_path: Path) -> None:
+    workload = load_workload(LoadOptions(str(written(ACCEPTED["a histogram for the log"], tmp_path))))
+    model: Any = workload.build_model()
+    capture(workload, model=model)
+    assert model.hits.tolist() == [0, 0, 0]
+
+
 def test_a_backward_hook_that_changes_gradients_is_named_with_its_function_and_line(tmp_path: Path) -> None:
     text = """
 def doubled(module, inputs, outputs):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .package_classes import CLASSES
+from .classes import CLASSES
+from .values import CHANGING_VALUES, CONSTANT_VALUES
 
 MODEL = """
 import torch
@@ -171,9 +172,9 @@ def scale():
 """, "util.scale()", "V"),
 }  # fmt: skip
 
-CHANGING = {**CLASSES, **FUNCTIONS}
+CHANGING = {**CLASSES, **FUNCTIONS, **CHANGING_VALUES}
 
-HARMLESS = {
+LOGGING = {
     "progress bar": ("""
 class Bar:
     def __init__(self): self.n, self.shown, self.line = 0, 0, ""
@@ -244,6 +245,8 @@ def table(n): return torch.full((n,), 0.5)
 def scale(): return table(1)
 """, "util.scale()"),
 }  # fmt: skip
+
+HARMLESS = {**LOGGING, **CONSTANT_VALUES}
 
 # case -> file in site-packages -> text
 FILES = {

@@ -1,4 +1,4 @@
-"""Classes of installed packages that keep state which changes the loss later; see ``package_cases``."""
+"""Classes of installed packages that keep state which changes the loss later; see ``cases``."""
 
 CLASSES = {
     "base class of a temporary object": ("""

@@ -1,0 +1,76 @@
+"""Objects that hold numbers in their own memory: arrays of numpy and of the standard library, and ctypes numbers."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from autopipe.trace.state.fingerprints import LARGEST
+
+_SIMPLE: tuple[type, ...] = (ctypes.c_int.__mro__[1],)  # the base class of c_int, c_double, ...
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is such an object, and small enough for its content to be compared."""
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject and value.size <= LARGEST
+    if isinstance(value, (bytearray, array.array)):
+        return len(value) <= LARGEST
+    return isinstance(value, _SIMPLE)
+
+
+def numbers(value: Any) -> tuple[Any, ...]:
+    """Return the fingerprint of the content: type of the entries, shape and bytes."""
+    if isinstance(value, np.ndarray):
+        return "==", (value.dtype.str, value.shape, value.tobytes())
+    return "==", (_view(value).dtype.str, (), bytes(value))
+
+
+def as_numpy(value: Any) -> Any:
+    """Return a copy of the content as a numpy array."""
+    return (value if isinstance(value, np.ndarray) else _view(value)).copy()
+
+
+def decoded(fingerprint: tuple[Any, ...]) -> Any:
+    """Return the content that ``numbers`` described as a numpy array, or None if the entries are not plain numbers."""
+    dtype, shape, content = fingerprint[1]
+    entries = np.frombuffer(content, np.dtype(dtype)) if content and dtype[1] in "biufc" else None
+    return entries.reshape(shape) if entries is not None and shape != () else entries
+
+
+def fill(value: Any, fingerprint: tuple[Any, ...]) -> None:
+    """Restore the content that ``numbers`` returned. An object with that content is not touched."""
+    if numbers(value) == fingerprint:
+        return
+    dtype, shape, content = fingerprint[1]
+    if isinstance(value, np.ndarray):
+        if value.flags.writeable and (value.dtype.str, value.shape) == (dtype, shape):
+            value[...] = np.frombuffer(content, value.dtype).reshape(shape)
+    elif isinstance(value, bytearray):
+        value[:] = content
+    elif isinstance(value, array.array):
+        value[:] = array.array(value.typecode, content)
+    else:
+        ctypes.memmove(ctypes.addressof(value), content, len(content))
+
+
+def put_numbers(value: Any, content: Any) -> None:
+    """Write a numpy array with the same number of entries into an array."""
+    fill(value, ("==", (*numbers(value)[1][:2], np.asarray(content).tobytes())))
+
+
+def _view(value: Any) -> Any:
+    """Return the memory of an array of the standard library, or of a ctypes number, as a numpy array."""
+    if isinstance(value, bytearray):
+        return np.frombuffer(bytes(value), np.uint8)
+    if isinstance(value, array.array):
+        kind = "U" if value.typecode == "u" else value.typecode
+        return np.frombuffer(value.tobytes(), np.uint8 if kind == "U" else np.dtype(kind))
+    code = memoryview(value).format.lstrip("<>=@")
+    return np.frombuffer(bytes(value), np.dtype(code) if code in "bBhHiIlLqQfd?" else np.uint8)
+
+
+__all__ = ["as_numpy", "decoded", "fill", "is_array", "numbers", "put_numbers"]

@@ -1,0 +1,255 @@
+"""Packages that keep state in other values than a plain integer, or beside constants; see ``cases``."""
+
+# the source does not show that ``scale`` reads what ``pick`` returns
+HIDDEN = """
+class Holder:
+    def __init__(self, value): self.value = value
+_ALL = [Holder(START)]
+def pick(i): return _ALL[i]
+"""
+
+
+def hidden(start: str, body: str, before: str = "") -> str:
+    """Return a module whose ``scale`` changes ``h.value``. ``before``: imports and classes."""
+    return before + HIDDEN.replace("START", start) + "def scale():\n    h = pick(0)\n" + body
+
+
+CHANGING_VALUES = {
+    "count read at once": ("""
+import itertools
+COUNT = itertools.count()
+def scale(): return float(next(COUNT))
+""", "util.scale()", "COUNT"),
+    "count beside a buffer": ("""
+import itertools
+COUNT = itertools.count()
+def scale(m):
+    if not hasattr(m, "mean"): m.register_buffer("mean", m.l[0].bias.detach() * 0)
+    m.mean.add_(1)
+    return next(COUNT) // 2 + m.mean.sum() * 0
+""", "util.scale(self)", "COUNT"),
+    "method of a count": ("""
+import itertools
+draw = itertools.count().__next__
+def scale(): return draw() // 200
+""", "util.scale()", "draw"),
+    "partial of a count": ("""
+import functools, itertools
+draw = functools.partial(next, itertools.count())
+def scale(): return draw() // 200
+""", "util.scale()", "draw[0]"),
+    "count as a default argument": ("""
+import itertools
+def scale(count=itertools.count()): return next(count) // 200
+""", "util.scale()", "a default argument of scale"),
+    "count in a tuple": ("""
+import itertools
+COUNTS = (itertools.count(), 1)
+def scale(): return next(COUNTS[0]) // 200
+""", "util.scale()", "COUNTS[0]"),
+    "count behind map": ("""
+import itertools
+NUMBERS = map(lambda n: n // 200, itertools.count())
+def scale(): return next(NUMBERS)
+""", "util.scale()", "NUMBERS[0]"),
+    "count compared with a number": ("""
+import itertools
+COUNT = itertools.count()
+def scale(): return 1 if next(COUNT) == 217 else 0
+""", "util.scale()", "COUNT"),
+    "cycle": ("""
+import itertools
+CYCLE = itertools.cycle([0.0, 1.0])
+def scale(): return next(CYCLE)
+""", "util.scale()", "CYCLE"),
+    "numpy.int8": (hidden("np.int8(0)", """
+    h.value = h.value + np.int8(1)
+    return float(h.value) // 100
+""", "import numpy as np"), "util.scale()", "_ALL[0].value"),
+    "huge integer": (hidden("10**400", """
+    h.value += 1
+    return (h.value - 10**400) // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "array of int8": (hidden("np.zeros(2, np.int8)", """
+    h.value[0] += 1
+    return float(h.value[0]) // 100
+""", "import numpy as np"), "util.scale()", "_ALL[0].value"),
+    "replaced array": (hidden("np.zeros(2)", """
+    h.value = h.value + [1, 0]
+    return float(h.value[0]) // 200
+""", "import numpy as np"), "util.scale()", "_ALL[0].value"),
+    "tuple with a constant": (hidden("(0, 0.5)", """
+    h.value = h.value[0] + 1, h.value[1]
+    return h.value[0] // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "replaced list": (hidden("[0]", """
+    h.value = [h.value[0] + 1]
+    return h.value[0] // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "frozen dataclass": (hidden("Steps(0, 0.5)", """
+    h.value = dataclasses.replace(h.value, n=h.value.n + 1)
+    return h.value.n // 200
+""", "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Steps:\n    n: int\n    rate: float\n"),
+        "util.scale()", "_ALL[0].value"),
+    "text": (hidden("'a'", """
+    h.value = "b" if h.value == "a" else "a"
+    return 1.0 if h.value == "b" else 0.0
+"""), "util.scale()", "_ALL[0].value"),
+    "bytearray": ("""
+BYTES = bytearray(2)
+def scale():
+    BYTES[0] += 1
+    return BYTES[0] // 100
+""", "util.scale()", "BYTES"),
+    "array of the standard library": ("""
+import array
+NUMBERS = array.array("l", [0])
+def scale():
+    NUMBERS[0] += 1
+    return NUMBERS[0] // 200
+""", "util.scale()", "NUMBERS"),
+    "ctypes": ("""
+import ctypes
+NUMBER = ctypes.c_long(0)
+def scale():
+    NUMBER.value += 1
+    return NUMBER.value // 200
+""", "util.scale()", "NUMBER"),
+    "ChainMap": ("""
+from collections import ChainMap
+CHAIN = ChainMap({"n": 0}, {"m": 1})
+def scale():
+    CHAIN["n"] += 1
+    return CHAIN["n"] // 200
+""", "util.scale()", "CHAIN.maps[0]['n']"),
+    "view of a dict": ("""
+import types
+def parts():
+    content = {"n": 0}
+    return types.MappingProxyType(content), content.__setitem__
+VIEW, put = parts()
+def scale():
+    put("n", VIEW["n"] + 1)
+    return VIEW["n"] // 200
+""", "util.scale()", "VIEW['n']"),
+    "queue": ("""
+import queue
+QUEUE = queue.Queue()
+QUEUE.put(0)
+def scale():
+    n = QUEUE.get_nowait()
+    QUEUE.put(n + 1)
+    return n // 200
+""", "util.scale()", "QUEUE.queue[0]"),
+    "weak reference": ("""
+import weakref
+class Holder:
+    def __init__(self): self.n = 0
+_KEPT = [Holder()]
+REFERENCE = weakref.ref(_KEPT[0])
+def scale():
+    h = REFERENCE()
+    h.n += 1
+    return h.n // 200
+""", "util.scale()", "REFERENCE.n"),
+    "step that saves a file and changes the loss": (hidden("0", """
+    h.value += 1
+    if h.value > 500:
+        open("NEVER", "w").close()
+        return 1
+    return 0
+"""), "util.scale()", "_ALL[0].value"),
+}  # fmt: skip
+
+CONSTANT_VALUES = {
+    "cycle of a progress bar": ("""
+import itertools
+SPINNER = itertools.cycle("|/-")
+LINE = [""]
+def scale():
+    LINE[0] = next(SPINNER)
+    return 0
+""", "util.scale()"),
+    "names from a default argument": ("""
+import itertools
+def scale(count=itertools.count()):
+    name = f"n{next(count)}"
+    return 0
+""", "util.scale()"),
+    "numpy.int16": (hidden("np.int16(0)", """
+    h.value = h.value + np.int16(1)
+    return 0
+""", "import numpy as np"), "util.scale()"),
+    "number that grows beyond a float": (hidden("10**400", """
+    h.value += 1
+    return 0
+"""), "util.scale()"),
+    "constant beside a counter in an array": ("""
+import numpy as np
+NUMBERS = np.array([0.0, 0.5])
+def scale():
+    NUMBERS[0] += 1
+    return float(NUMBERS[1])
+""", "util.scale()"),
+    "constant beside a counter in a tuple": ("""
+class State: now = (0, 0.5)
+def scale():
+    n, rate = State.now
+    State.now = n + 1, rate
+    return rate
+""", "util.scale()"),
+    "constant beside a counter in a replaced object": ("""
+class Steps:
+    def __init__(self, n): self.n, self.rate = n, 0.5
+class State: now = Steps(0)
+def scale():
+    State.now = Steps(State.now.n + 1)
+    return State.now.rate
+""", "util.scale()"),
+    "constant beside a counter in a frozen dataclass": ("""
+from dataclasses import dataclass, replace
+@dataclass(frozen=True)
+class Steps:
+    n: int = 0
+    rate: float = 0.5
+class State: now = Steps()
+def scale():
+    State.now = replace(State.now, n=State.now.n + 1)
+    return State.now.rate
+""", "util.scale()"),
+    "constant beside a counter in a replaced dict": ("""
+class State: now = {"n": 0, "rate": 0.5}
+def scale():
+    State.now = dict(State.now, n=State.now["n"] + 1)
+    return State.now["rate"]
+""", "util.scale()"),
+    "equal array in place of another": (hidden("np.ones(2)", """
+    h.value = h.value.copy()
+    return float(h.value[0])
+""", "import numpy as np"), "util.scale()"),
+    "dropout beside a counter": (hidden("0", """
+    h.value += 1
+    return torch.nn.functional.dropout(torch.ones(4), 0.5)
+""", "import torch"), "util.scale()"),
+    "exit at a later step": (hidden("0", """
+    h.value += 1
+    if h.value > 500: sys.exit("limit")
+    return 0
+""", "import sys"), "util.scale()"),
+    "files and output at a later step": (hidden("0", """
+    h.value += 1
+    if h.value > 500:
+        open("NEVER", "w").close()
+        torch.save({}, "NEVER")
+        os.remove(__file__)
+        print("NEVER", flush=True)
+        print("NEVER", file=sys.stderr, flush=True)
+    return 0
+""", "import os, sys, torch"), "util.scale()"),
+    "work and memory that grow with the steps": (hidden("0", """
+    h.value += 1
+    for _ in range(h.value * 10_000): pass
+    torch.ones(h.value, 4_000)
+    return 0
+""", "import torch"), "util.scale()"),
+}  # fmt: skip
