@@ -45,9 +45,23 @@ class StopEvent(Protocol):
         """Return whether a stop is requested."""
 
 
-def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """Run a method as a command of its own: see ``UserImports``."""
+def _guarded(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """Refuse to run a method while the calling script is being imported."""
 
+    @functools.wraps(method)
+    def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        from autopipe.commands.user_imports import refuse_unguarded
+
+        refuse_unguarded()
+        return method(self, *args, **kwargs)
+
+    return run
+
+
+def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """Run a method that imports the user's files as a command of its own: see ``UserImports``."""
+
+    @_guarded
     @functools.wraps(method)
     def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
         from autopipe.commands.user_imports import USER_IMPORTS
@@ -68,7 +82,7 @@ class Pipeline:
     (docs/cli.md): ``--batch-size 64`` is ``batch_size=64``, and None means that an option is not given. Options of a
     method override those of the pipeline, for that call only.
 
-    Ranks are processes that import the calling script, so a script must call ``train`` under
+    Ranks are processes that import the calling script, so a script must call methods under
     ``if __name__ == "__main__":``.
 
     Raises: TypeError for an unknown option, with the most similar name; ValueError for an invalid value, such as a
@@ -123,7 +137,7 @@ class Pipeline:
 
         return steps.generate(self._work_dir(), on_progress)
 
-    @_command
+    @_guarded
     def simulate(
         self, *, on_progress: Progress | None = None, **options: Unpack[table.SimulateOptions]
     ) -> SimulateResult:
@@ -169,7 +183,6 @@ class Pipeline:
         from autopipe.commands.training import runs
         from autopipe.commands.training.placement import placed
 
-        runs.refuse_unguarded()
         given = self._merged(options, table.TrainOptions)
         launch = table.launch_settings(given)
         if launch.name not in _IN_PROCESS:

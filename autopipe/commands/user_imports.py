@@ -2,24 +2,40 @@
 
 A command of the command line is a process of its own, so it imports the user's files and the modules that they import.
 The methods of several ``Pipeline`` objects share a process. Without care, the second model would silently get the
-``utils`` of the first one, and an edited module would stay as it was first imported, while the ranks import it new.
+``utils`` of the first one, and an edited module would stay as it was first imported, while the ranks import the edited
+one.
+
+What holds:
+
+- A module belongs to the commands if a command imported it first, and an import finds it in a user folder. User folders
+  are those of the files named to the command, and those that the files put on ``sys.path``; of a TARGET that is a
+  module of a library, only that package. Installed packages and the standard library never belong to the commands.
+- Such a module is in ``sys.modules`` during commands only, and ``sys.path`` is the script's between commands. An import
+  by the script thus never gets a module of a command, and commands do not remove a module that the script imported.
+- The next command gets the same modules, so that they do not run twice, unless it loads other files, one of the files
+  has changed, or the script has imported one of the modules or changed ``sys.path`` since. It then imports all of them
+  again, except for extension modules, which cannot run twice: commands run each file of them once.
+- A module that the script or a library imported is shared with the commands, and never imported again. If a command
+  runs a file that is also such a module, the module of the script is back after the command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from autopipe.errors import RunError
-from autopipe.workload.target.targets import is_installed
-
-Version = tuple[int, int]  # time of the last change in nanoseconds, size in bytes
+from autopipe.launch.rank.unguarded import refuse_unguarded
+from autopipe.workload.target.sources import SourceLoader, folder_of
+from autopipe.workload.target.targets import is_installed, is_target, watching
 
 
 @dataclass(slots=True)
@@ -27,8 +43,14 @@ class UserImports:
     """What the commands of this process have imported from the user's files."""
 
     key: Hashable = None  # of the last command
-    versions: dict[str, tuple[ModuleType, Version]] = field(default_factory=dict)  # by the name of the module
-    folders: list[str] = field(default_factory=list)  # entries that the commands added to ``sys.path``
+    modules: dict[str, ModuleType] = field(default_factory=dict)  # of the commands, in the order of their import
+    path: list[str] = field(default_factory=list)  # ``sys.path`` at the end of the last command
+    own_path: list[str] = field(default_factory=list)  # ``sys.path`` of the script
+    folders: set[tuple[Path, str]] = field(default_factory=set)  # user folders, each with its one package or ""
+    extensions: dict[tuple[str, str], ModuleType] = field(default_factory=dict)  # by name and file; of all commands
+    names: set[str] = field(default_factory=set)  # of the modules that the current command uses or has imported
+    _attributes: dict[str, object] = field(default_factory=dict)  # by module: what its package had under its name
+    _loads: bool = False  # whether the current command has loaded a file
     _depth: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -36,11 +58,11 @@ class UserImports:
     def command(self, key: Hashable) -> Iterator[None]:
         """Run a command in the block, as if it were a process of its own.
 
-        ``key``: equal for commands that load the same files. Modules that earlier commands imported are imported again
-        if the key differs, or if a file of theirs has changed since. A command within a command, called by a callback,
-        uses the modules that are there. Modules that the process has imported itself are never touched.
+        ``key``: equal for commands that load the same files. A command within a command, called by a callback, uses the
+        modules that are there.
 
-        Raises: RunError if another thread runs a command: a capture patches torch for the whole process.
+        Raises: RunError if another thread runs a command: a capture patches torch for the whole process; and for a
+        command within a command that loads other files.
         """
         if not self._lock.acquire(blocking=False):
             raise RunError(
@@ -48,58 +70,214 @@ class UserImports:
                 remedy="call one method after the other, or use a process for each Pipeline",
             )
         try:
-            if not self._depth and (key != self.key or any(map(self._changed, self.versions))):
-                self._forget()
-            self.key = self.key if self._depth else key
-            present, folders = set(sys.modules), list(sys.path)
+            if self._depth and key != self.key:
+                raise _nested()
             self._depth += 1
             try:
-                yield
+                with contextlib.nullcontext() if self._depth > 1 else self._outermost(key):
+                    yield
             finally:
                 self._depth -= 1
-                self._remember(present, folders)
         finally:
             self._lock.release()
 
-    def _remember(self, present: set[str], folders: list[str]) -> None:
-        for name in set(sys.modules) - present:
-            module = sys.modules[name]
-            if not name.startswith("autopipe.") and _is_users(module):
-                self.versions[name] = module, _version(module)
-        self.folders += [folder for folder in sys.path if folder not in folders]
+    @contextlib.contextmanager
+    def _outermost(self, key: Hashable) -> Iterator[None]:
+        own, own_path = dict(sys.modules), list(sys.path)
+        importlib.invalidate_caches()
+        if key != self.key or own_path != self.own_path:
+            self._forget()
+        self.key, self.own_path, self._loads = key, own_path, False
+        self._restore()
+        finder = _Finder(self)
+        position = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
+        sys.meta_path.insert(position, finder)
+        try:
+            with watching(self._load):
+                yield
+        finally:
+            with contextlib.suppress(ValueError):  # the user's code removed it
+                sys.meta_path.remove(finder)
+            self._keep(own)
 
-    def _changed(self, name: str) -> bool:
-        module, version = self.versions[name]
-        return _version(module) != version
+    def includes(self, spec: ModuleSpec) -> bool:
+        """Return whether a module that is about to be imported belongs to the commands."""
+        folder = folder_of(spec)
+        added = {os.path.realpath(entry) for entry in sys.path if entry not in self.own_path}
+        return (
+            spec.name.rpartition(".")[0] in self.names
+            or (folder is not None and str(folder) in added)
+            or not self.folders.isdisjoint({(folder, ""), (folder, spec.name.partition(".")[0])})
+        ) and not _is_installed(spec)
 
-    def _forget(self) -> None:
-        for name, (module, _) in self.versions.items():
+    def enter(self, name: str) -> None:
+        """Note that the current command imports or uses a module of the commands."""
+        self.names.add(name)
+        package, last = _package(name), name.rpartition(".")[2]
+        if package is not None:
+            self._attributes.setdefault(name, vars(package).get(last, _MISSING))
+
+    def _load(self, folder: Path, name: str) -> None:
+        """Add a user folder, of a file that the current command is about to load."""
+        if (folder, name) not in self.folders and self.folders:
+            if self._depth > 1:
+                raise _nested()
+            if not self._loads:  # such as a run of another model: its files import modules of their own
+                self._take_out(self.modules)
+                sys.path[:] = self.own_path
+                self._forget()
+        self._loads = True
+        self.folders.add((folder, name))
+
+    def _restore(self) -> None:
+        """Give the current command the modules of the last one, if they would be the same after an import."""
+        self.names.clear()
+        self._attributes.clear()
+        sys.path[:] = self.path or self.own_path
+        if not self._are_current():
+            sys.path[:] = self.own_path
+            self._forget()
+        for name, module in self.modules.items():
+            self.enter(name)
+            sys.modules[name] = module
+            if (package := _package(name)) is not None:
+                setattr(package, name.rpartition(".")[2], module)
+
+    def _are_current(self) -> bool:
+        if not sys.modules.keys().isdisjoint(self.modules):
+            return False
+        for module in self.modules.values():
+            own, loader = vars(module).get("__spec__"), _loader(module)
+            if own is None:
+                continue  # the file of a package created it
+            if isinstance(loader, SourceLoader) and not loader.is_current():
+                return False
+            parent, _, _ = own.name.rpartition(".")
+            package = self.modules.get(parent) or sys.modules.get(parent)
+            spec = PathFinder.find_spec(own.name, [*getattr(package, "__path__", ())] if parent else None)
+            if spec is None or spec.origin != own.origin:
+                return False
+        return True
+
+    def _keep(self, own: dict[str, ModuleType]) -> None:
+        """Take the modules of the commands out of ``sys.modules``, and keep them for the next command."""
+        modules = {
+            name: module
+            for name, module in sys.modules.items()
+            if own.get(name) is not module and isinstance(module, ModuleType) and self._is_of_commands(name, module)
+        }
+        for module in modules.values():
+            if isinstance(loader := _loader(module), ExtensionFileLoader):
+                self.extensions[loader.name, loader.path] = module
+        # the file of a target runs again at each command
+        ran = {name for name, module in modules.items() if name in own or is_target(module)}
+        self._take_out(modules)
+        for name in own.keys() - sys.modules.keys():
+            sys.modules[name] = own[name]
+        self.modules = {name: module for name, module in modules.items() if name not in ran}
+        self.path = list(sys.path)
+        sys.path[:] = self.own_path
+        if any(_refers(name, module, ran) for name, module in self.modules.items()):
+            self._forget()
+
+    def _take_out(self, modules: Mapping[str, ModuleType]) -> None:
+        """Remove modules from ``sys.modules``, and from the packages that stay."""
+        for name, module in modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
-        for folder in self.folders:
-            with contextlib.suppress(ValueError):  # the user's code removed it
-                sys.path.remove(folder)
-        self.versions.clear()
+        for name, value in self._attributes.items():
+            package, last = _package(name), name.rpartition(".")[2]
+            if package is not None and value is not _MISSING:
+                setattr(package, last, value)
+            elif package is not None and isinstance(vars(package).get(last), ModuleType):
+                delattr(package, last)
+        self._attributes.clear()
+        self.names.clear()
+
+    def _is_of_commands(self, name: str, module: ModuleType) -> bool:
+        spec = vars(module).get("__spec__")
+        if spec is None:  # created by a package, as a submodule of itself
+            parts = name.split(".")
+            return any(".".join(parts[:count]) in self.names for count in range(1, len(parts)))
+        return name in self.names or is_target(module) or spec.name in self.names
+
+    def _forget(self) -> None:
+        self.modules.clear()
+        self.path.clear()
         self.folders.clear()
-        importlib.invalidate_caches()
 
 
+class _Finder:
+    """Finds the modules of the commands, ahead of ``PathFinder``, which finds all others."""
+
+    def __init__(self, imports: UserImports) -> None:
+        self.imports = imports
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or not self.imports.includes(spec):
+            return None
+        self.imports.enter(name)
+        if type(spec.loader) is SourceFileLoader:
+            spec.loader = SourceLoader(name, spec.loader.path)
+        elif isinstance(spec.loader, ExtensionFileLoader):
+            module = self.imports.extensions.get((name, spec.loader.path))
+            if module is not None:
+                spec.loader = _Again(name, spec.loader.path, module)
+        return spec
+
+
+class _Again(ExtensionFileLoader):
+    """Returns an extension module that an earlier command has imported, as it is."""
+
+    def __init__(self, name: str, path: str, module: ModuleType) -> None:
+        super().__init__(name, path)
+        self.module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing: the module has run."""
+
+
+_MISSING = object()
 USER_IMPORTS = UserImports()
 """Of this process."""
 
 
-def _is_users(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    if file is not None:
-        return not is_installed(file)
-    parts = [*getattr(module, "__path__", ())]  # a folder without __init__.py has no file
-    return bool(parts) and not any({"site-packages", "dist-packages"} & set(Path(part).parts) for part in parts)
+def _nested() -> RunError:
+    return RunError(
+        "a method of a Pipeline was called within another one, such as in its on_event, and loads other files",
+        remedy="call it after the other method has returned, or in a process of its own",
+    )
 
 
-def _version(module: ModuleType) -> Version:
-    """Return the version of a module's file, zeros if it has none or it is gone."""
-    try:
-        status = Path(str(getattr(module, "__file__", None))).stat()
-    except OSError:
-        return 0, 0
-    return status.st_mtime_ns, status.st_size
+def _package(name: str) -> ModuleType | None:
+    """Return the package of a submodule, if it is imported."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    return package if isinstance(package, ModuleType) else None
+
+
+def _loader(module: ModuleType) -> object:
+    return getattr(vars(module).get("__spec__"), "loader", None)
+
+
+def _is_installed(spec: ModuleSpec) -> bool:
+    if spec.has_location:
+        return is_installed(spec.origin or "")
+    parts = [Path(folder).parts for folder in spec.submodule_search_locations or ()]  # of a namespace package
+    return any("site-packages" in part or "dist-packages" in part for part in parts)
+
+
+def _refers(name: str, module: ModuleType, others: set[str]) -> bool:
+    """Return whether a module is in one of the packages ``others``, or holds what one of the modules defines."""
+    packages = {name[:position] for position, sign in enumerate(name) if sign == "."}
+    values = list(vars(module).values())
+    modules = {value.__name__ for value in values if isinstance(value, ModuleType)}
+    definers = {str(value.__module__) for value in values if isinstance(value, (FunctionType, type))}
+    kinds = {str(type(value).__module__) for value in values}
+    return not others.isdisjoint(packages | modules | definers | kinds)
+
+
+__all__ = ["USER_IMPORTS", "UserImports", "refuse_unguarded"]

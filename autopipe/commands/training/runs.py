@@ -32,7 +32,6 @@ from autopipe.commands.training.resuming import chosen, refuse_lacking_version, 
 from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
-from autopipe.launch.rank.unguarded import refuse_unguarded
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.report.results import TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
@@ -301,4 +300,4 @@ def _named_by_time(runs: Path) -> Path:
     raise AssertionError("unreachable: the suffixes are unlimited")
 
 
-__all__ = ["check", "evaluate", "export", "find_run", "refuse_unguarded", "train"]
+__all__ = ["check", "evaluate", "export", "find_run", "train"]

@@ -1,4 +1,7 @@
-"""A script that trains when it is imported: every rank imports it, and so does a process that reads its model."""
+"""A script that calls a method of ``Pipeline`` when it is imported.
+
+Every rank imports the script, and so does a process that reads its model. The method would start over there.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from autopipe.errors import RunError
 from autopipe.workload.target.targets import is_importing
 
 EXIT_CODE = 93
-"""The exit code of a rank that ends for this reason; its parent names the reason."""
-WHAT = "the calling script calls train() when it is imported"
-REMEDY = 'call train() under `if __name__ == "__main__":`'
+"""The exit code of a rank that ends for this reason: the supervisor then reports ``WHAT`` and ``REMEDY``."""
+WHAT = "the calling script calls a method of Pipeline when it is imported"
+REMEDY = 'call it under `if __name__ == "__main__":`'
 
 
 def refuse_unguarded() -> None:

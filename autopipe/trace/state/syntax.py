@@ -22,11 +22,15 @@ MOST_OBJECTS = 64
 # --- syntax -----------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=64)
 def functions(filename: str) -> dict[int, list[ast.AST]]:
     """Return the functions of a file by their first line."""
+    return _functions("".join(linecache.getlines(filename)))
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(text: str) -> dict[int, list[ast.AST]]:
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return {}
     by_line: dict[int, list[ast.AST]] = {}

@@ -23,7 +23,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +32,12 @@ from typing import Any
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
+from autopipe.workload.target.sources import SourceLoader, folder_of
 
+Watch = Callable[[Path, str], None]
+"""Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
 _MARK = "__autopipe_loaded__"
+_WATCHES: list[Watch] = []
 _IMPORTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_IMPORTING", default=False)
 
 
@@ -106,6 +110,26 @@ def is_importing() -> bool:
     return _IMPORTING.get()
 
 
+def is_target(module: ModuleType) -> bool:
+    """Return whether ``import_target`` ran the file of the module, as it does each time."""
+    return _MARK in vars(module)
+
+
+@contextlib.contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Call ``watch`` before each import of a target in the block, by any thread."""
+    _WATCHES.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHES.remove(watch)
+
+
+def _report(folder: Path, name: str = "") -> None:
+    for watch in _WATCHES:
+        watch(folder.resolve(), name)
+
+
 def _import_file(location: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if path.is_dir():
@@ -113,6 +137,7 @@ def _import_file(location: str) -> ModuleType:
     if not path.is_file():
         raise ModelFileError(f"file not found: {location}", where=str(path), remedy=_nearby(path))
     package = package_of(path)
+    _report(path.parent if package is None else package.root)
     if package is not None:
         return _import_member(package, path)
     if sys.path[:1] != [str(path.parent)]:
@@ -133,13 +158,17 @@ def _import_member(package: Package, path: Path) -> ModuleType:
     sys.modules.pop(package.name, None)  # so that the file runs again
     importlib.invalidate_caches()
     with users_code(f"importing {path.name}", str(path)):
-        return importlib.import_module(package.name)
+        module = importlib.import_module(package.name)
+    setattr(module, _MARK, True)
+    return module
 
 
 def _run(path: Path, name: str, location: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ModelFileError(f"{location} is not a Python file", where=str(path), remedy="give a file that ends in .py")
+    if type(spec.loader) is importlib.machinery.SourceFileLoader:
+        spec.loader = SourceLoader(name, str(path))
     module = importlib.util.module_from_spec(spec)
     setattr(module, _MARK, True)
     before = sys.modules.get(name)
@@ -203,6 +232,7 @@ def _module_name(path: Path) -> str:
 def _import_package(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
+    _report_package(name.partition(".")[0])
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:  # a parent package that is missing or fails
@@ -218,6 +248,14 @@ def _import_package(name: str) -> ModuleType:
         raise ModelFileError(f"module not found: {name!r}", remedy=remedy)
     with users_code(f"importing {name}", spec.origin or ""):
         return importlib.import_module(name)
+
+
+def _report_package(name: str) -> None:
+    with contextlib.suppress(ImportError, ValueError):  # reported by the import itself
+        spec = importlib.util.find_spec(name)
+        folder = None if spec is None else folder_of(spec)
+        if spec is not None and folder is not None and not (spec.has_location and is_installed(str(spec.origin))):
+            _report(folder, "" if folder == Path.cwd().resolve() else name)
 
 
 def look_up(module: ModuleType, attribute: str, label: str) -> Any:

@@ -121,6 +121,6 @@ def test_a_script_that_trains_when_it_is_imported_is_refused(model: str, error: 
     (tmp_path / "train.py").write_text(begin + UNGUARDED.replace("MODEL", model))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
-    assert f"{error}: the calling script calls train() when it is imported" in done.stderr
-    assert 'try: call train() under `if __name__ == "__main__":`' in done.stderr
+    assert f"{error}: the calling script calls a method of Pipeline when it is imported" in done.stderr
+    assert 'try: call it under `if __name__ == "__main__":`' in done.stderr
     assert done.stderr.count("Traceback") == 1  # none of a rank

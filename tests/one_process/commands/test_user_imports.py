@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import py_compile
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 from autopipe import Pipeline
 from autopipe.commands.user_imports import USER_IMPORTS, UserImports
 from autopipe.errors import RunError
+from autopipe.workload.target.targets import Target, import_target
 
 MODEL = """
 import torch
@@ -79,12 +82,13 @@ def test_a_model_without_the_module_does_not_get_that_of_another(tmp_path: Path)
         calls(second)
 
 
-def test_modules_stay_while_the_files_are_the_same(tmp_path: Path) -> None:
+def test_modules_run_once_while_the_files_are_the_same(tmp_path: Path) -> None:
     model = write(tmp_path / "a", "relu")
+    helper, ran = tmp_path / "a" / f"{HELPER}.py", tmp_path / "ran"
+    helper.write_text(f"{helper.read_text()}with open({str(ran)!r}, 'a') as file:\n    file.write('x')\n")
     calls(model)
-    before = sys.modules[HELPER]
     calls(model)
-    assert sys.modules[HELPER] is before
+    assert ran.read_text() == "x"
 
 
 def test_modules_that_the_process_imported_itself_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +100,29 @@ def test_modules_that_the_process_imported_itself_stay(tmp_path: Path, monkeypat
     assert sys.modules.pop(HELPER) is own
 
 
-def test_entries_of_the_path_go_with_their_modules(tmp_path: Path) -> None:
+def test_the_path_and_the_modules_are_those_of_the_script_between_commands(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", "relu"), write(tmp_path / "b", "tanh")
-    calls(first)
-    assert os.fspath(first.parent) in sys.path
-    calls(second)
-    assert os.fspath(first.parent) not in sys.path
+    before = list(sys.path)
+    for model in (first, first, second, first):
+        calls(model)
+        assert sys.path == before
+        assert HELPER not in sys.modules
+
+
+def test_the_path_of_the_commands_is_there_during_the_next_one(tmp_path: Path) -> None:
+    imports = UserImports()
+    (tmp_path / "module_of_a_command.py").write_text("")
+    before = list(sys.path)
+    with imports.command("outer"):
+        sys.path.append(os.fspath(tmp_path))
+        __import__("module_of_a_command")
+    assert sys.path == before
+    with imports.command("outer"):
+        assert sys.path == [*before, os.fspath(tmp_path)]
+        assert "module_of_a_command" in sys.modules
+    with imports.command("another"):
+        assert sys.path == before
+        assert "module_of_a_command" not in sys.modules
 
 
 def test_a_command_within_a_command_keeps_the_modules(tmp_path: Path) -> None:
@@ -110,13 +131,117 @@ def test_a_command_within_a_command_keeps_the_modules(tmp_path: Path) -> None:
     with imports.command("outer"):
         sys.path.insert(0, os.fspath(tmp_path))
         __import__("module_of_a_command")
-        with imports.command("inner"):
+        with imports.command("outer"):
             assert "module_of_a_command" in sys.modules
+        assert "module_of_a_command" in sys.modules
     with imports.command("outer"):
         assert "module_of_a_command" in sys.modules
-    with imports.command("inner"):
-        assert "module_of_a_command" not in sys.modules
     assert os.fspath(tmp_path) not in sys.path
+
+
+def test_a_command_within_a_command_that_loads_other_files_is_refused(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", "relu"), write(tmp_path / "b", "tanh")
+    kinds = []
+
+    def within(*_: object) -> None:
+        with pytest.raises(RunError, match="called within another one, such as in its on_event, and loads other files"):
+            calls(second)
+        kinds.append("refused")
+
+    Pipeline(first, work_dir=tmp_path / "work").profile(estimate=True, on_progress=within)
+    assert kinds
+    assert "tanh" in calls(second)
+
+
+@pytest.mark.parametrize("file", [f"{HELPER}.py", "model.py"])
+def test_an_edit_is_seen_that_leaves_the_size_and_the_time(file: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "a", "relu")
+    edited = model.parent / file
+    edited.write_text(edited.read_text() + "# relu\nfrom torch import relu as activation\n")
+    time = edited.stat().st_mtime_ns
+    py_compile.compile(os.fspath(edited))
+    assert "relu" in calls(model)
+    edited.write_text(edited.read_text().replace("relu", "tanh"))
+    os.utime(edited, ns=(time, time))
+    assert "tanh" in calls(model)
+
+
+def test_a_new_file_that_hides_an_imported_one_is_imported(tmp_path: Path) -> None:
+    model = write(tmp_path / "a", "relu")
+    (tmp_path / "b").mkdir()
+    (model.parent / f"{HELPER}.py").rename(tmp_path / "b" / f"{HELPER}.py")
+    model.write_text(f"import sys\nsys.path.append({str(tmp_path / 'b')!r})\n{MODEL}")
+    assert "relu" in calls(model)
+    (model.parent / f"{HELPER}.py").write_text("from torch import tanh as activation\n")
+    assert "tanh" in calls(model)
+
+
+def test_a_submodule_that_a_package_creates_is_that_of_its_command(tmp_path: Path) -> None:
+    models = []
+    for folder, name in (("a", "relu"), ("b", "tanh")):
+        models.append(write(tmp_path / folder, name))
+        (tmp_path / folder / f"{HELPER}.py").write_text("from creating_package.created import activation\n")
+        (tmp_path / folder / "creating_package").mkdir()
+        (tmp_path / folder / "creating_package" / "__init__.py").write_text(
+            f"import sys, torch, types\nname = __name__ + '.created'\nif name not in sys.modules:\n"
+            f"    sys.modules[name] = types.ModuleType(name)\n    sys.modules[name].activation = torch.{name}\n"
+        )
+    first, second = models
+    assert [calls(model) & {"relu", "tanh"} for model in (first, first, second, first)] == [
+        {"relu"},
+        {"relu"},
+        {"tanh"},
+        {"relu"},
+    ]
+
+
+def test_a_helper_that_imports_the_model_gets_the_one_of_its_command(tmp_path: Path) -> None:
+    model = write(tmp_path / "a", "relu")
+    (tmp_path / "a" / "losses.py").write_text(
+        "import helper_of_losses\ndef loss(output, target):\n    return helper_of_losses.scaled(output, target)\n"
+    )
+    (tmp_path / "a" / "helper_of_losses.py").write_text(
+        "import sys\nfrom model import Net\ndef scaled(output, target):\n"
+        "    assert Net is sys.modules['model'].Net\n    return (output - target).abs().mean()\n"
+    )
+    for _ in range(2):
+        Pipeline(model, loss=str(tmp_path / "a" / "losses.py"), work_dir=tmp_path).profile(estimate=True)
+
+
+def test_the_run_of_another_model_gets_modules_of_its_own(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", "relu"), write(tmp_path / "b", "tanh")
+    imports = UserImports()
+    for model, name in ((first, "relu"), (second, "tanh")):
+        with imports.command("one key"):
+            import_target(Target(str(model), ""))
+            assert hasattr(sys.modules[HELPER], "activation")
+            assert sys.modules[HELPER].activation.__name__ == name
+    with imports.command("one key"):
+        import_target(Target(str(second), ""))
+        with imports.command("one key"), pytest.raises(RunError, match="loads other files"):
+            import_target(Target(str(first), ""))
+
+
+def test_a_module_of_the_process_that_a_command_runs_again_is_back_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_of_the_process"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .layers import layers\n")
+    (package / "layers.py").write_text(f"from . import other\ndef layers(): ...\n{MODEL}")
+    (package / "other.py").write_text("")
+    (package / f"{HELPER}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path / "a", "relu")
+    monkeypatch.syspath_prepend(tmp_path / "a")
+    own = importlib.import_module("package_of_the_process.layers")
+    function = sys.modules["package_of_the_process"].layers
+    assert callable(function)
+    assert "relu" in calls(package / "layers.py")
+    assert sys.modules.pop("package_of_the_process.layers") is own
+    assert sys.modules.pop("package_of_the_process").layers is function
+    assert sys.modules.pop("package_of_the_process.other")
+    assert sys.modules.pop(HELPER)
 
 
 def test_a_second_thread_is_refused(tmp_path: Path) -> None:
@@ -133,3 +258,14 @@ def test_a_second_thread_is_refused(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert [error.what for error in errors] == ["another thread of this process runs a method of a Pipeline"]
+
+
+def test_a_thread_may_simulate_during_a_command(tmp_path: Path) -> None:
+    pipe = Pipeline(write(tmp_path / "a", "relu"), work_dir=tmp_path / "work", device="cpu", gpus=2, batch_size=4)
+    pipe.plan(link="1GB/s")
+    results: list[object] = []
+    with USER_IMPORTS.command("this thread"):
+        thread = threading.Thread(target=lambda: results.append(pipe.simulate()))
+        thread.start()
+        thread.join()
+    assert len(results) == 1
