@@ -6,10 +6,11 @@ the model owns changes the computation later, after the capture was verified::
     observe       run the model at most three times; record which user functions run
     reach         what those functions reach by name, in their closures and classes; ``bytecode`` reads their names
     snapshot      what changed with every run: attributes, globals, closures, containers, arrays, generators; with
-                  ``fingerprints`` of the values at its ``places``, and the ``kinds`` of values that hold state
+                  ``fingerprints`` of the values at its ``places`` and of ``arrays``; ``kinds`` of values hold state
     source        where those functions write and read it, including branches that were not taken; with ``syntax``
-    probe         whether the loss changes with the values of ``later`` steps, where the source does not show who reads
-                  them; in ``isolation`` from files, output and large amounts of memory; ``writer`` finds the line
+    probe         whether the loss changes with the ``values`` of ``later`` steps, where the source does not show who
+                  reads them. ``watched`` integers note what they are compared with. The runs are in ``isolation`` from
+                  files, output and large amounts of memory. ``writer`` finds the line that changes the state
     check         refuse state that is both changed and read, with both lines; accept a counter that nothing reads
     unread        values of the batch that no forward and no loss reads: they may differ from batch to batch
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import hashlib
 import itertools
 import operator
@@ -22,6 +23,7 @@ ITERATORS: tuple[type, ...] = (
     itertools.count,
     itertools.cycle,
     enumerate,
+    itertools.accumulate,
     types.GeneratorType,
     type(iter([])),
     type(iter(())),
@@ -82,6 +84,8 @@ def drawn(value: Any) -> Any:
             if frame is None
             else (frame.f_lasti, repr({k: v for k, v in frame.f_locals.items() if type(v) in PLAIN}))
         )
+    if isinstance(value, itertools.accumulate):
+        return repr([entry for entry in gc.get_referents(value) if type(entry) in PLAIN])
     if isinstance(value, enumerate):
         return value.__reduce__()[1][1]
     if isinstance(value, itertools.cycle):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import decimal
-import fractions
 import functools
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,18 +18,26 @@ from autopipe.trace.state.fingerprints import PLAIN, copied_iterator, drawn, fin
 from autopipe.trace.state.kinds import MOST_ENTRIES, is_users_object
 from autopipe.trace.state.places import ByIdentity, put, slots, value_at
 from autopipe.trace.state.snapshot import ANY, DRAWN, WHOLE, Place, Snapshot
+from autopipe.trace.state.values import (
+    AHEAD,
+    GROWING,
+    LONGER,
+    MOST_VALUES,
+    NUMBERS,
+    Fingerprint,
+    cast,
+    differ,
+    later_arrays,
+    later_numbers,
+    longer,
+    unused,
+)
 from autopipe.trace.state.watched import Watched, watched_count
 
-_AHEAD = (1, 10, 100, 1_000, 1_000_000)  # changes ahead; the first is the next value
-_DRAWS_AHEAD = (1, 2, 3, 5, *_AHEAD[1:])  # of an iterator, which may repeat a few values
-_MOST_VALUES = 16  # values that are tried in one place
-_LONGER = 1_000  # entries that are added to a list of numbers or texts
+_DRAWS_AHEAD = (1, 2, 3, 5, *AHEAD[1:])  # of an iterator, which may repeat a few values
 _FEW = 8  # entries that are added to a list of anything else, such as tensors
-_DEEPEST = 4  # objects in objects that replace each other
+_DEEPEST = 6  # objects in objects that replace each other
 
-_NUMBERS = (int, float, np.number, np.bool_, decimal.Decimal, fractions.Fraction)
-
-Fingerprint = tuple[Any, ...]
 Setter = Callable[[Any], object]
 
 
@@ -49,11 +53,19 @@ class Changing:
 
     def candidates(self) -> list[Any]:
         """Return later values, in the order in which they are tried."""
-        if isinstance(self.value, CONTAINERS):
-            return [1, _LONGER]  # entries more
+        is_lengthened_set = isinstance(self.value, set) and self.place[1] == WHOLE
+        if is_lengthened_set or isinstance(self.value, (list, dict, deque)):
+            return [1, LONGER]  # entries more
         if isinstance(self.value, np.ndarray):
-            return list(_later_arrays(self.value, decoded(self.before) if self.before else None))
-        return list(_later_numbers(self.value, self.before, self.seen))
+            return list(later_arrays(self.value, decoded(self.before) if self.before else None))
+        if isinstance(self.value, GROWING):
+            return [longer(self.value)]
+        return list(later_numbers(self.value, self.before, self.seen))
+
+    def between(self, last: Any, first: Any) -> Any:
+        """Return the integer in the middle of two others, of the type of the value, or None if they are adjacent."""
+        middle = (int(last) + int(first)) // 2
+        return None if middle in (int(last), int(first)) else next(cast(self.value, [middle]), None)
 
     def watch(self) -> None:
         """Put a number in the place that notes what it is compared with."""
@@ -95,7 +107,7 @@ class Iterating:
         """Return numbers of draws, in the order in which they are tried."""
         start, step = _start_and_step(self.iterator)
         ahead = sorted({(number - start) // step for number in self.seen}) if step else []
-        return list(dict.fromkeys((*_DRAWS_AHEAD, *(n for n in ahead if 0 < n < _AHEAD[-1]))))[:_MOST_VALUES]
+        return list(dict.fromkeys((*_DRAWS_AHEAD, *(n for n in ahead if 0 < n < AHEAD[-1]))))[:MOST_VALUES]
 
     def watch(self) -> None:
         """Put an iterator in the places whose numbers note what they are compared with."""
@@ -106,6 +118,29 @@ class Iterating:
     def _put(self, iterator: Any) -> None:
         for setter in self.setters:
             setter(iterator)
+
+
+@dataclass
+class _Slot:
+    """An entry or attribute of an object."""
+
+    owner: Any
+    key: Any
+    around: _Slot | None = None  # what holds the tuple that has this entry
+
+    def value(self) -> Any:
+        """Return the present value."""
+        return value_at(self.owner if self.around is None else self.around.value(), self.key)
+
+    def put(self, value: Any) -> None:
+        """Replace the value. A tuple is replaced by one with another entry."""
+        if self.around is None:
+            put(self.owner, self.key, value)
+        else:
+            present = self.around.value()
+            others = list(tuple.__iter__(present))
+            others[self.key] = value
+            self.around.put(tuple.__new__(type(present), others))
 
 
 def changing(place: Place, before: Snapshot, last: Snapshot) -> Iterator[Changing | Iterating]:
@@ -122,7 +157,7 @@ def changing(place: Place, before: Snapshot, last: Snapshot) -> Iterator[Changin
         yield Changing(place, as_numpy(owner), then, functools.partial(put_numbers, owner))
     else:
         below = _Below(place, before, last)
-        yield from below.changing(value_at(owner, key), then, functools.partial(put, owner, key), _DEEPEST)
+        yield from below.changing(_Slot(owner, key), then, _DEEPEST)
 
 
 def changed_entries(place: Place, before: Snapshot, last: Snapshot) -> list[int] | None:
@@ -133,7 +168,7 @@ def changed_entries(place: Place, before: Snapshot, last: Snapshot) -> list[int]
     old, new = decoded(then), as_numpy(owner)
     if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
         return None
-    return sorted({int(index) for index in np.nonzero(_differ(new, old))[0]})
+    return sorted({int(index) for index in np.nonzero(differ(new, old))[0]})
 
 
 def keeps_a_part(place: Place, before: Snapshot, last: Snapshot) -> bool:
@@ -141,9 +176,9 @@ def keeps_a_part(place: Place, before: Snapshot, last: Snapshot) -> bool:
     owner, then = last.owners[place[0]], before.values.get(place, ())
     if (indices := changed_entries(place, before, last)) is not None:
         return len(indices) < len(as_numpy(owner))
-    value = value_at(owner, place[1])
     below = _Below(place, before, last)
-    return any(same_value(fingerprint(entry), below.then(then, key)) for key, entry, _ in below.entries(value))
+    entries_before = ((slot.value(), below.then(then, slot.key)) for slot in below.slots(_Slot(owner, place[1])))
+    return any(same_value(fingerprint(entry), entry_before) for entry, entry_before in entries_before)
 
 
 @dataclass
@@ -154,34 +189,35 @@ class _Below:
     before: Snapshot
     last: Snapshot
 
-    def changing(self, now: Any, then: Fingerprint, setter: Setter, depth: int) -> Iterator[Changing]:
-        """Yield the numbers in a value that differ from those in the value before. ``setter`` replaces the value."""
-        if isinstance(now, _NUMBERS):
+    def changing(self, slot: _Slot, then: Fingerprint, depth: int) -> Iterator[Changing]:
+        """Yield the numbers in a value that differ from those in the value before."""
+        now = slot.value()
+        if isinstance(now, NUMBERS):
             if not same_value(fingerprint(now), then):
-                yield Changing(self.place, now, then, setter)
+                yield Changing(self.place, now, then, slot.put)
         elif is_array(now):
             if isinstance(now, np.ndarray) and not same_value(numbers(now), then := self.then(then, ANY)):
-                yield Changing(self.place, as_numpy(now), then, setter)
+                yield Changing(self.place, as_numpy(now), then, slot.put)
         elif depth:
+            if type(now) in GROWING and len(now) != _length(then):
+                yield Changing(self.place, now, then, slot.put)
             if isinstance(now, (list, dict, deque)) and id(now) in self.last.owners and length(now) != _length(then):
                 yield Changing(self.place, now, then, functools.partial(_lengthen, now))
-            for key, entry, put_entry in self.entries(now):
-                entry_setter = put_entry or functools.partial(_put_entry, now, key, setter)
-                yield from self.changing(entry, self.then(then, key), entry_setter, depth - 1)
+            for below in self.slots(slot):
+                yield from self.changing(below, self.then(then, below.key), depth - 1)
 
-    def entries(self, now: Any) -> Iterator[tuple[Any, Any, Setter | None]]:
-        """Yield the entries or attributes of a value: key, entry, and what replaces it (None for those of a tuple)."""
+    def slots(self, slot: _Slot) -> Iterator[_Slot]:
+        """Yield the entries or attributes of a value."""
+        now = slot.value()
         if isinstance(now, tuple):
-            yield from ((index, entry, None) for index, entry in enumerate(tuple.__iter__(now)))
+            yield from (_Slot(now, index, slot) for index in range(length(now)))
         elif id(now) not in self.last.owners:
             return  # the snapshot would not restore it
         elif isinstance(now, (list, dict, deque)):
-            for name, entry in list(itertools.islice(entries(now), MOST_ENTRIES)):
-                key = name if is_plain_key(name) else ByIdentity(name)
-                yield key, entry, functools.partial(put, now, key)
+            names = [name for name, _ in itertools.islice(entries(now), MOST_ENTRIES)]
+            yield from (_Slot(now, name if is_plain_key(name) else ByIdentity(name)) for name in names)
         elif is_users_object(now) and not isinstance(now, nn.Module):
-            for name, entry in {**(attributes(now) or {}), **slots(now)}.items():
-                yield name, entry, functools.partial(put, now, name)
+            yield from (_Slot(now, name) for name in {**(attributes(now) or {}), **slots(now)})
 
     def then(self, then: Fingerprint, key: Any) -> Fingerprint:
         """Return the fingerprint of an entry or attribute of an earlier value, or () if it is unknown."""
@@ -191,101 +227,12 @@ class _Below:
 
 
 def _length(then: Fingerprint) -> int:
-    """Return the length of an earlier list or dict, or -1 if it is unknown. It may have changed since."""
-    return length(then[1]) if then[:1] == ("is",) and isinstance(then[1], (list, dict, deque)) else -1
-
-
-def _put_entry(entries: Any, index: int, setter: Setter, value: Any) -> None:
-    """Replace a tuple by one with another entry."""
-    setter(tuple.__new__(type(entries), (*entries[:index], value, *entries[index + 1 :])))
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def _later_numbers(value: Any, before: Fingerprint, seen: list[int]) -> Iterator[Any]:
-    """Yield later values of a number, of its own type; those that the type cannot hold are left out."""
-    if isinstance(value, (bool, np.bool_)):
-        yield type(value)(not value)
-        return
-    now = value.item() if isinstance(value, np.generic) else value
-    step = _step(now, before)
-    later = []
-    for many in _AHEAD:
-        try:
-            later.append(now + step * many)
-        except (ArithmeticError, TypeError):
-            continue
-    if isinstance(value, np.integer):  # a narrow counter ends soon, and begins again at the other end
-        limits = np.iinfo(value.dtype)
-        later = [n for n in later if limits.min <= n <= limits.max]
-        later += [int(limits.max), int(limits.min)] if len(later) < len(_AHEAD) else []
-    later += sorted({number for number in seen if (number - now) * step > 0}, key=lambda n: abs(n - now))
-    for number in list(dict.fromkeys(later))[:_MOST_VALUES]:
-        kept = None
-        with np.errstate(all="ignore"), contextlib.suppress(Exception):  # of an enumeration, or a class of the user
-            kept = type(value)(number)
-        if kept is None:
-            continue
-        if not isinstance(number, float) or math.isfinite(float(kept)) or not math.isfinite(now):
-            yield kept
-
-
-def _step(now: Any, before: Fingerprint) -> Any:
-    """Return the change of a number since its earlier fingerprint, or 1 if that is unknown."""
-    then = _decoded_number(before)
-    if then is None:
-        return 1
-    try:
-        step = now - then
-        return step if step and math.isfinite(step) else 1
-    except (ArithmeticError, TypeError):
-        return 1
-
-
-def _decoded_number(before: Fingerprint) -> Any:
-    """Return the number that a fingerprint describes, or None."""
-    if before[:1] == ("is",):
-        return before[1]  # a number of another class
-    if not before or len(before) != 2:
-        return None
-    if len(before[1]) == 3:
-        array = decoded(before)
-        return None if array is None else array.reshape(-1)[0].item()
-    kind, content = before[1]
-    return kind(content) if kind in (int, float) else None
-
-
-def _later_arrays(now: Any, then: Any) -> Iterator[Any]:
-    """Yield later contents of an array: of the entries that changed, in steps of their last change."""
-    kind, flat = now.dtype.kind, now.reshape(-1)
-    if kind not in "biuf":
-        return
-    if then is None or (then.dtype, then.shape) != (now.dtype, now.shape):
-        places, steps = np.arange(now.size), [1] * now.size
-    else:
-        places = np.flatnonzero(_differ(flat, then.reshape(-1)))
-        exact: Any = float if kind == "f" else int
-        steps = [exact(new) - exact(old) for new, old in zip(flat[places], then.reshape(-1)[places], strict=True)]
-    for many in (1,) if kind == "b" else _AHEAD:
-        later = flat.copy()
-        if kind == "b":
-            later[places] = ~flat[places]
-        elif kind == "f":
-            with np.errstate(all="ignore"):
-                later[places] = [float(n) + s * many for n, s in zip(flat[places], steps, strict=True)]
-        else:
-            limits = np.iinfo(now.dtype)
-            ahead = (int(n) + s * many for n, s in zip(flat[places], steps, strict=True))
-            later[places] = [min(max(n, int(limits.min)), int(limits.max)) for n in ahead]
-        if kind != "f" or np.isfinite(later[places]).all():
-            yield later.reshape(now.shape)
-
-
-def _differ(new: Any, old: Any) -> Any:
-    """Return where the bytes of two arrays of the same type differ, so that NaN is equal to NaN."""
-    entry = np.dtype((np.void, new.dtype.itemsize))
-    return np.ascontiguousarray(new).view(entry) != np.ascontiguousarray(old).view(entry)
+    """Return the length of an earlier text or container, or -1 if it is unknown. A container may have changed since."""
+    if len(then) == 3:  # a tuple of plain values
+        return len(then[2])
+    if then[:1] == ("is",) and isinstance(then[1], (*CONTAINERS, tuple, frozenset)):
+        return length(then[1]) if not isinstance(then[1], frozenset) else len(then[1])
+    return len(then[1][1]) if len(then) == 2 and then[0] == "==" and then[1][0] in (str, bytes) else -1
 
 
 # --- iterators and containers -----------------------------------------------------------------------------------------
@@ -323,15 +270,10 @@ def _lengthen(container: Any, many: int) -> None:
         last = container[-1] if container else None
         base.extend(container, [last] * (many if type(last) in PLAIN else min(many, _FEW)))
     elif isinstance(container, set):
-        set.update(container, _unused(many))
+        set.update(container, unused(many))
     else:
         entry = next(reversed(dict.values(container)), None)
-        dict.update(container, dict.fromkeys(_unused(many), entry))
-
-
-def _unused(many: int) -> Iterator[int]:
-    """Return numbers that are probably not a key yet."""
-    return iter(range(2**40, 2**40 + many))
+        dict.update(container, dict.fromkeys(unused(many), entry))
 
 
 __all__ = ["Changing", "Iterating", "changing"]

@@ -9,6 +9,7 @@ and random numbers. Three runs in a row show what has no later value to try, suc
 from __future__ import annotations
 
 import contextlib
+import dis
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import refill
-from autopipe.trace.state.isolation import isolated
+from autopipe.trace.state.isolation import OutOfTime, isolated
 from autopipe.trace.state.later import Changing, Iterating, changing
 from autopipe.trace.state.snapshot import Place, Snapshot
 from autopipe.trace.state.writer import writing_line
@@ -29,6 +30,7 @@ _MOST_PLACES = 4096  # places whose values are replaced
 _IN_A_ROW = 3  # runs, each of which begins with the state that the one before it left
 _SLOWER = 10  # times the time of a run, and seconds more, after which a run with another value is given up
 _SECONDS = 1.0
+_MOST_FAILING = 4  # places where the last value is searched for that does not fail
 _MOST_RUNS = 100  # times the time of a run, and seconds more, after which no other values are tried
 _MOST_SECONDS = 60.0
 
@@ -43,6 +45,7 @@ class Probe:
     is_repeatable: bool = True  # whether two runs from the same state have the same result
     _wanted: tuple[Any, ...] = ()
     _iterators: list[Iterating] = field(default_factory=list)
+    _failing: list[tuple[Changing, Any]] = field(default_factory=list)  # values that the code cannot handle
     _seconds: float = 0.0  # of one run
     _deadline: float = 0.0
 
@@ -70,7 +73,7 @@ class Probe:
         if not self.is_repeatable:
             return first
         self._deadline = time.monotonic() + self._seconds * _MOST_RUNS + _MOST_SECONDS
-        return self._try(tried) or (first if self._differs_in_a_row() else None)
+        return self._try(tried) or self._try_before_failures() or (first if self._differs_in_a_row() else None)
 
     def writer(self, owner: Any, key: Any) -> str:
         """Return the line (file, line and text) of the user's code that changes the value at a place, or ""."""
@@ -97,6 +100,20 @@ class Probe:
                 return place
         return None
 
+    def _try_before_failures(self) -> Place | None:
+        """Run with the last values that the code can handle: a table may end where a later value fails."""
+        first_failing: dict[int, tuple[Changing, Any]] = {}
+        for one, value in self._failing:
+            first_failing.setdefault(id(one), (one, value))
+        for one, first in list(first_failing.values())[:_MOST_FAILING]:
+            last, failing = one.value, first
+            while (value := one.between(last, failing)) is not None and time.monotonic() < self._deadline:
+                self._failing.clear()
+                if self._differing([(one, value)]) is not None:
+                    return one.place
+                last, failing = (last, value) if self._failing else (value, failing)
+        return None
+
     def _watch(self, tried: list[Changing | Iterating]) -> None:
         """Run once with numbers that note what they are compared with."""
         with _failures(), self._restored():  # what was noted until a failure is of use
@@ -114,7 +131,11 @@ class Probe:
         if not failed and not differs:
             return None
         if len(chosen) == 1:
-            return chosen[0][0].place if differs else None
+            one, value = chosen[0]
+            is_code = bool(failed) and not isinstance(failed[0], OutOfTime)
+            if is_code and isinstance(one, Changing) and isinstance(one.value, (int, np.integer)):
+                self._failing.append((one, value))
+            return one.place if differs else None
         middle = len(chosen) // 2
         return self._differing(chosen[:middle]) or self._differing(chosen[middle:])
 
@@ -195,10 +216,18 @@ def _failures() -> Iterator[list[BaseException]]:
     failed: list[BaseException] = []
     try:
         yield failed
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not _is_raised(error):
+            raise
         failed.append(error)
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Return whether a ``raise`` statement raised an error, rather than a signal such as that of Ctrl+C."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 __all__ = ["Probe"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.packages.cases import CHANGING, HARMLESS, written
+from support.packages.values import ITERATORS
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture
@@ -41,6 +42,13 @@ def test_state_of_a_package_is_refused_with_the_line_that_writes_it(name: str, f
 @pytest.mark.parametrize("name", list(HARMLESS))
 def test_state_of_a_package_that_the_loss_does_not_depend_on_is_accepted(name: str, folder: Path) -> None:
     assert capture(load_workload(LoadOptions(str(written(name, folder))))).exact
+
+
+@pytest.mark.parametrize("name", list(ITERATORS))
+def test_an_iterator_of_a_package_is_refused(name: str, folder: Path) -> None:
+    workload = load_workload(LoadOptions(str(written(name, folder))))
+    with pytest.raises(TraceError, match="changes the generator NUMBERS: the model is not one fixed graph"):
+        capture(workload)
 
 
 def test_a_later_step_is_tried_without_its_files_and_output(

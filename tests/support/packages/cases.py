@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .classes import CLASSES
-from .values import CHANGING_VALUES, CONSTANT_VALUES
+from .values import CHANGING_VALUES, CONSTANT_VALUES, ITERATORS
 
 MODEL = """
 import torch
@@ -258,7 +258,8 @@ FILES = {
 
 def written(name: str, folder: Path) -> Path:
     """Write the packages of a case and a model file that uses them. Return the model file."""
-    text, call, *_ = {**CHANGING, **HARMLESS}[name]
+    drawn = {iterator: (f"import itertools\n{text}\n", "util.scale()") for iterator, text in ITERATORS.items()}
+    text, call, *_ = {**CHANGING, **HARMLESS, **drawn}[name]
     files = {"counting/__init__.py": "", "counting/util.py": text, **FILES.get(name, {})}
     for file, content in files.items():
         path = folder / "site-packages" / file

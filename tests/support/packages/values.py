@@ -152,6 +152,61 @@ def scale():
     h.n += 1
     return h.n // 200
 """, "util.scale()", "REFERENCE.n"),
+    "remainder beyond a threshold": (hidden("0", """
+    h.value += 1
+    return 1 if h.value % 7 == 3 and h.value > 150 else 0
+"""), "util.scale()", "_ALL[0].value"),
+    "quotient compared with a number": (hidden("0", """
+    h.value += 1
+    return 1 if h.value // 100 == 3 else 0
+"""), "util.scale()", "_ALL[0].value"),
+    "schedule in a dict": (hidden("0", """
+    h.value += 1
+    return SCHEDULE.get(h.value, 0)
+""", "SCHEDULE = {217: 1.0}"), "util.scale()", "_ALL[0].value"),
+    "schedule in a set": (hidden("0", """
+    h.value += 1
+    return 1 if h.value in {217, 333} else 0
+"""), "util.scale()", "_ALL[0].value"),
+    "table of a few hundred steps": (hidden("0", """
+    h.value += 1
+    return TABLE[h.value]
+""", "TABLE = [0.0] * 690 + [1.0] * 10"), "util.scale()", "_ALL[0].value"),
+    "loss that fails later": (hidden("0", """
+    h.value += 1
+    if h.value > 900: raise RuntimeError
+    return h.value // 300
+"""), "util.scale()", "_ALL[0].value"),
+    "two counters in a tuple": (hidden("(0, (0, 0))", """
+    n, (m, k) = h.value
+    h.value = n + 1, (m + 1, k + 1)
+    return m // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "growing text": (hidden("''", """
+    h.value += "x"
+    return len(h.value) // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "growing tuple": (hidden("()", """
+    h.value += (0,)
+    return len(h.value) // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "growing frozenset": (hidden("frozenset()", """
+    h.value |= {len(h.value)}
+    return len(h.value) // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "complex number": (hidden("0j", """
+    h.value += 1
+    return h.value.real // 200
+"""), "util.scale()", "_ALL[0].value"),
+    "date": (hidden("datetime.date(2020, 1, 1)", """
+    h.value += datetime.timedelta(days=1)
+    return 1 if h.value.year > 2020 else 0
+""", "import datetime"), "util.scale()", "_ALL[0].value"),
+    "replaced object in a replaced dict": (hidden("Holder({'a': [Holder((0, 1))]})", """
+    n = h.value.value["a"][0].value[0]
+    h.value = Holder({"a": [Holder((n + 1, 1))]})
+    return n // 200
+"""), "util.scale()", "_ALL[0].value"),
     "step that saves a file and changes the loss": (hidden("0", """
     h.value += 1
     if h.value > 500:
@@ -231,6 +286,21 @@ def scale():
     h.value += 1
     return torch.nn.functional.dropout(torch.ones(4), 0.5)
 """, "import torch"), "util.scale()"),
+    "constants beside a counter in nested tuples": (hidden("((0, 0), 0.5)", """
+    (n, m), rate = h.value
+    h.value = (n + 1, m + 1), rate
+    return rate
+"""), "util.scale()"),
+    "interrupt at a later step": (hidden("0", """
+    h.value += 1
+    if h.value > 900: raise KeyboardInterrupt
+    return 0
+"""), "util.scale()"),
+    "text for a log": (hidden("''", """
+    h.n = getattr(h, "n", 0) + 1
+    h.value = f"step {h.n}"
+    return 0
+"""), "util.scale()"),
     "exit at a later step": (hidden("0", """
     h.value += 1
     if h.value > 500: sys.exit("limit")
@@ -253,3 +323,9 @@ def scale():
     return 0
 """, "import torch"), "util.scale()"),
 }  # fmt: skip
+
+# iterators that cannot be copied are refused without a run
+ITERATORS = {
+    "enumerate": "NUMBERS = enumerate(itertools.repeat(0))\ndef scale(): return next(NUMBERS)[0] // 200",
+    "accumulate": "NUMBERS = itertools.accumulate(itertools.repeat(1))\ndef scale(): return next(NUMBERS) // 200",
+}
