@@ -77,7 +77,7 @@ class Commands(click.Group):
         typed = args[0] if args else kwargs.get("args")
         words = tuple(sys.argv[1:] if typed is None else typed)
         # a usage error is raised before click processes --json
-        terminal = Terminal(json="--json" in words, typed=words)
+        terminal = Terminal(json="--json" in words, typed=words, owns_process=typed is None)
         kwargs = {**kwargs, "standalone_mode": False, "obj": terminal}
         try:
             return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)

@@ -30,6 +30,14 @@ named_again = (
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
+def _fork_early(terminal: Terminal) -> None:
+    """Fork the server of ranks and data readers from this process, if it has not run anything yet."""
+    if terminal.owns_process:
+        from autopipe.launch.rank.early_server import fork_early
+
+        fork_early()
+
+
 @click.command("check")
 @click.argument("target", required=False)
 @options.planning
@@ -55,6 +63,7 @@ def check_command(
     """
     from autopipe.report import tables
 
+    _fork_early(terminal)
     pipe = options.pipeline(target, given)
     with terminal.progress() as progress:
         report = pipe.check(steps=steps, full_batch=full_batch, clip_grad_norm=clip_grad_norm, on_progress=progress)
@@ -182,6 +191,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     from .live import watching
 
+    _fork_early(terminal)
+
     with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
         result = runs.train(placed(led), events, rendezvous)
     terminal.table(tables.training(result), *tables.peaks(result))
@@ -220,6 +231,7 @@ def eval_command(
     from autopipe.report import tables
 
     _refuse_without_target(given)
+    _fork_early(terminal)
     pipe = Pipeline(work_dir=work_dir)
     result = pipe.evaluate(
         run, batch_size=batch_size, eval_data=eval_data, averaged=averaged, **options.of(table.EvaluateOptions, given)

@@ -102,6 +102,7 @@ class Terminal:
     debug: bool = False
     command: str = ""  # the command that runs; "" until it is known
     typed: tuple[str, ...] = ()  # the words after the program's name
+    owns_process: bool = False  # the words are those of the process: it runs this command and nothing else
     reserved: ReservedOutput | None = None  # standard output while only the JSON document may be written to it
 
     @property

@@ -1,9 +1,10 @@
 """Test whether the data repeats, that is, whether every process that reads it gets the same minibatches.
 
-Two fresh processes read the first minibatches, and their digests are compared. The processes have not imported the
-user's code before, have different seeds for string hashes, and read in different seconds, as ranks may. They start
-early and import while the run is planned. If the digests differ, or one process cannot read, rank 0 reads for all
-ranks. Ranks also compare digests at every step, which detects a source that differs only later.
+Two processes read the first minibatches, and their digests are compared. The processes have not imported the user's
+code before, have different seeds for string hashes, and read in different seconds, as ranks may. The first is forked as
+a rank is, if the fork server of the ranks runs. The other is always a new process, which starts early and imports while
+the run is planned. If the digests differ, or one process cannot read, rank 0 reads for all ranks. Ranks also compare
+digests at every step, which detects a source that differs only later.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import select
 import subprocess
@@ -18,11 +20,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import IO, Self
 
 from autopipe.commands.steps import Prepared, batch_size_of
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.launch.rank.forked import END_SECONDS, fork_server_runs
+from autopipe.launch.rank.reading import read_data
 from autopipe.workload.batches.probe import READY, ProbeTask, Reading, SeenForm
 
 MINIBATCHES = 3
@@ -30,6 +37,9 @@ MINIBATCHES = 3
 MOST_SECONDS = 120.0
 # the delay between the two processes, so that a seed made from the time in seconds differs
 _APART_SECONDS = 1.1
+# of the second process, and of the first if it is new, too: arbitrary numbers, unlikely to be the hash seed of a rank
+HASH_SEED, _OTHER_HASH_SEED = 3405691582, 1597463007
+_Stream = IO[bytes] | Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +57,47 @@ class Repeats:
 
 
 class _Probe:
-    """One of the processes. ``hash_seed``: its seed of Python's string hashes."""
+    """One of the processes."""
 
-    def __init__(self, hash_seed: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autopipe.workload.batches.probe"],
+    def __init__(self, process: subprocess.Popen[bytes] | ForkServerProcess, task: _Stream, answer: _Stream) -> None:
+        """Hold a process that has started, the pipe that it reads its task from, and that of its answer."""
+        self.process = process
+        self.begun = 0.0
+        self._task, self._answer = task, answer
+        self._text = b""
+
+    @classmethod
+    def new(cls, hash_seed: int) -> Self:
+        """Start a new process. ``hash_seed``: its seed of Python's string hashes."""
+        process = subprocess.Popen(
+            probe_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
         )
-        self.begun = 0.0
-        self._text = b""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return cls(process, process.stdin, process.stdout)
+
+    @classmethod
+    def forked(cls) -> Self:
+        """Fork a process from the server of the ranks. Raises: EOFError or OSError if the server has ended."""
+        context = multiprocessing.get_context("forkserver")
+        theirs, task = context.Pipe(duplex=False)
+        answer, output = context.Pipe(duplex=False)
+        process = context.Process(target=read_data, args=(theirs, output), name="probe", daemon=True)
+        process.start()
+        theirs.close()
+        output.close()
+        return cls(process, task, answer)
 
     def ask(self, task: ProbeTask, deadline: float) -> None:
         """Send the task once the process is ready."""
         if self._line(deadline) == READY:
-            assert self.process.stdin is not None
-            with contextlib.suppress(OSError):
-                self.process.stdin.write(json.dumps(artifact.encode(task)).encode() + b"\n")
-                self.process.stdin.flush()
+            with contextlib.suppress(OSError), open(self._task.fileno(), "w", encoding="utf-8", closefd=False) as file:
+                file.write(json.dumps(artifact.encode(task)) + "\n")
         self.begun = time.monotonic()
 
     def answer(self, deadline: float) -> Reading | str | None:
@@ -85,12 +115,11 @@ class _Probe:
 
     def _line(self, deadline: float) -> str | None:
         """Return the next line, "" at the end, None after the deadline."""
-        assert self.process.stdout is not None
         while b"\n" not in self._text:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0))
+            ready, _, _ = select.select([self._answer], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
                 return None
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            chunk = os.read(self._answer.fileno(), 1 << 16)
             if not chunk:
                 return ""
             self._text += chunk
@@ -98,30 +127,48 @@ class _Probe:
         return line.decode("utf-8", "replace")
 
     def end(self) -> None:
+        assert self.process.pid is not None, "it has started"
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 9)  # with the workers of a loader
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
+        self.process.kill()  # a forked process may not have its own group yet
+        if isinstance(self.process, subprocess.Popen):
+            self.process.wait()
+        else:
+            self.process.join(END_SECONDS)
+        for stream in (self._task, self._answer):
             with contextlib.suppress(OSError):
                 stream.close()
+
+
+def probe_command() -> list[str]:
+    """Return the command of a new process."""
+    return [sys.executable, "-P", "-m", "autopipe.workload.batches.probe"]
+
+
+def _forked_or_new(hash_seed: int) -> _Probe:
+    try:
+        return _Probe.forked()
+    except (EOFError, OSError):  # the fork server was killed meanwhile
+        return _Probe.new(hash_seed)
 
 
 class Repeating:
     """The two processes. Call ``start`` and ``begin`` early, and ``finish`` for the result. They end with the block."""
 
     def __init__(self) -> None:
-        self._probes: list[_Probe] = []
+        self._first: _Probe | None = None
+        self._second: _Probe | None = None
         self._task: ProbeTask | None = None
-        self._first: Reading | str | None = None
+        self._reading: Reading | str | None = None  # of the first process
         self._deadline = 0.0
 
     def __enter__(self) -> Repeating:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for probe in self._probes:
-            probe.end()
+        for process in (self._first, self._second):
+            if process is not None:
+                process.end()
 
     @property
     def begun(self) -> bool:
@@ -129,10 +176,11 @@ class Repeating:
         return self._task is not None
 
     def start(self) -> None:
-        """Start the processes, which import and then wait for their task."""
-        if not self._probes:
-            # arbitrary numbers, unlikely to be the hash seed of a rank
-            self._probes = [_Probe(seed) for seed in (1597463007, 3405691582)]
+        """Start the processes, which import and then wait for their task. The fork server's is forked in ``begin``."""
+        if self._second is None:
+            self._second = _Probe.new(HASH_SEED)
+            if not fork_server_runs():
+                self._first = _Probe.new(_OTHER_HASH_SEED)
 
     def begin(self, spec: WorkloadSpec, batch_size: int, *, evaluation: bool, parts: int = 0) -> None:
         """Start reading in the first process.
@@ -141,9 +189,11 @@ class Repeating:
         minibatch, for ``forms``.
         """
         self.start()
+        if self._first is None:
+            self._first = _forked_or_new(_OTHER_HASH_SEED)
         self._deadline = time.monotonic() + MOST_SECONDS
         self._task = ProbeTask(spec, batch_size, MINIBATCHES, evaluation, parts)
-        self._probes[0].ask(self._task, self._deadline)
+        self._first.ask(self._task, self._deadline)
 
     def forms(self) -> tuple[SeenForm, ...]:
         """Return the forms of the microbatches that the first process read; () if it could not read."""
@@ -151,14 +201,15 @@ class Repeating:
         return reading.forms if isinstance(reading, Reading) else ()
 
     def _first_answer(self) -> Reading | str | None:
-        if self._first is None:
-            self._first = self._probes[0].answer(self._deadline)
-        return self._first
+        assert self._first is not None, "begin comes first"
+        if self._reading is None:
+            self._reading = self._first.answer(self._deadline)
+        return self._reading
 
     def finish(self) -> Repeats:
         """Read in the second process, and compare."""
-        assert self._task is not None, "begin comes first"
-        first, second = self._probes
+        first, second = self._first, self._second
+        assert self._task is not None and first is not None and second is not None, "begin comes first"
         answers = [self._first_answer()]
         if answers[0] is not None:
             time.sleep(max(first.begun + _APART_SECONDS - time.monotonic(), 0))

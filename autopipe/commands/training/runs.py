@@ -32,6 +32,7 @@ from autopipe.commands.training.resuming import chosen, refuse_lacking_version, 
 from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
+from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.report.results import TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
@@ -73,6 +74,8 @@ def train(
             path, source = _existing(settings, locks) if settings.resume else (None, None)
             if source is not None:
                 settings = as_recorded(settings, source)
+            if settings.launch.name != "ssh":  # its ranks run on other hosts
+                preload()
             if settings.data_reader == "auto" and settings.plan.gpus != 1:
                 repeating.start()
             accept = None if source is None else functools.partial(refuse_other_model, source)

@@ -10,6 +10,6 @@ die_with_parent()
 
 import torch._dynamo  # noqa: E402, F401  # the first optimizer of a process imports it, which takes half a second
 
-from autopipe.launch.rank import worker  # noqa: E402  # after die_with_parent: the import takes seconds
+from autopipe.launch.rank import reading, worker  # noqa: E402  # after die_with_parent: the import takes seconds
 
-__all__ = ["worker"]
+__all__ = ["reading", "worker"]

@@ -33,6 +33,7 @@ from autopipe.launch.rank.signals import stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
 
 PRELOAD = ["autopipe.launch.rank.fork_server_preload"]
+FORK_SERVER: Any = forkserver._forkserver  # it has no public name
 # for a killed process to end
 END_SECONDS = 5.0
 # a socket's path holds 107 bytes, and multiprocessing's own names take up to 40 of them
@@ -170,16 +171,26 @@ def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) 
 
 
 def preload() -> None:
-    """Start the fork server, which imports torch in the background.
+    """Start the fork server, which imports torch in the background, unless it runs (see ``early_server``).
 
     It ignores the signals that request the end of a run: this process handles them.
     """
+    prepare_fork_server()
+    with stop_signals_blocked():
+        forkserver.ensure_running()
+
+
+def fork_server_runs() -> bool:
+    """Return whether this process has a fork server, which may have ended meanwhile."""
+    return FORK_SERVER._forkserver_pid is not None
+
+
+def prepare_fork_server() -> None:
+    """Set up what the fork server needs: a folder for its socket, the modules that it imports, the resource tracker."""
     _shorten_socket_paths()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with stop_signals_blocked():  # the resource tracker unblocks only the signals that it ignores
         resource_tracker.ensure_running()
-    with stop_signals_blocked():
-        forkserver.ensure_running()
 
 
 def _shorten_socket_paths() -> None:

@@ -19,6 +19,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def allow_children() -> None:
+    """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
+    import multiprocessing  # a command that only dies with its parent does not need it
+
+    # multiprocessing ends a daemon with its parent, and forbids it to have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
+    os.register_at_fork(after_in_child=die_with_parent)
+    # with the start method of a script: a fork server of their own would import torch for each of them
+    multiprocessing.set_start_method(None, force=True)  # None: the default of the system
+
+
 if __name__ == "__main__":
     die_with_parent()
     os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606  # no shell is wanted

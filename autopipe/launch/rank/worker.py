@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -32,7 +31,7 @@ from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_schedul
 from autopipe.launch.rank.graceful_stop import may_begin
 from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
-from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.launch.rank.parent_death import allow_children, die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.rank.store import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
@@ -63,19 +62,10 @@ class _Pipe:
         return may_begin(self._heartbeats, self._rank, step, end)
 
 
-def _allow_children() -> None:
-    """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
-    # multiprocessing ends a daemon with its parent, and forbids it to have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
-    os.register_at_fork(after_in_child=die_with_parent)
-    # with the start method of a script: a fork server of their own would import torch for each of them
-    multiprocessing.set_start_method(None, force=True)  # None: the default of the system
-
-
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
     """Run one rank in this process. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
-    _allow_children()
+    allow_children()
     leave_signals_to_supervisor()
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
     _redirect(RunDirectory(Path(spec.run)).log(spec.rank))

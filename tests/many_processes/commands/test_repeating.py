@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
@@ -11,8 +12,10 @@ import pytest
 from support.waiting import under_load
 
 from autopipe.commands.training.repeating import Repeating, Repeats
+from autopipe.launch.rank.forked import preload
 from autopipe.workload import LoadOptions, load_workload
 
+NEW_PROCESSES = True
 MODEL = """
 import itertools, os, random, time
 import numpy as np
@@ -139,6 +142,12 @@ def sources(names: list[str]) -> list[object]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fork_server() -> None:
+    """Run the server that the first process is forked from."""
+    preload()
+
+
 @pytest.mark.parametrize("source", sources(REPEAT))
 def test_every_rank_may_read_data_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     repeats = tried(tmp_path, source, monkeypatch)
@@ -155,6 +164,23 @@ def test_rank_0_alone_reads_data_that_does_not_repeat(
     alone = source == "only_for_one_process"
     assert (repeats.answer, repeats.alone) == (None if alone else False, alone)
     assert ("FileExistsError" if alone else "data yielded different minibatches in two processes") in repeats.why
+
+
+@pytest.mark.parametrize(("source", "repeats"), [("a_list", True), ("order_of_a_set", False)])
+def test_both_processes_are_new_without_a_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, repeats: bool
+) -> None:
+    monkeypatch.setattr("autopipe.commands.training.repeating.fork_server_runs", lambda: False)
+    monkeypatch.setattr(ForkServerProcess, "start", None)
+    assert tried(tmp_path, source, monkeypatch).answer is repeats
+
+
+def test_a_process_is_new_if_the_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(process: ForkServerProcess) -> None:
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(ForkServerProcess, "start", ended)
+    assert tried(tmp_path, "a_list", monkeypatch).answer is True
 
 
 def test_slow_data_is_not_probed_but_compared_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""The fork server of the ranks, forked from this process instead of started: it need not import torch again.
+
+``fork_early`` is for a command that has imported torch and has not used it yet: there are no threads, no GPU contexts
+and no open files for the ranks to inherit. ``forked.preload`` starts a new process in all other cases, such as a script
+that uses ``autopipe.Pipeline``, and if the forked server ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import sys
+import threading
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import NoReturn
+
+from autopipe.launch.rank.forked import FORK_SERVER, fork_server_runs, prepare_fork_server
+from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.launch.rank.signals import stop_signals_blocked
+
+_TITLE = b"autopipe forkserver"
+# the fields of /proc/PID/stat, counted from the third: where the arguments of the process begin and end
+_ARGUMENTS_BEGIN, _ARGUMENTS_END = 45, 46
+
+
+def fork_early() -> None:
+    """Fork the server from this process. Call it before torch computes anything.
+
+    It is not forked on a system other than Linux, beside other threads or a GPU context, or by a version of Python with
+    another protocol of the server.
+    """
+    arguments = _arguments()
+    if arguments is None or sys.version_info >= (3, 14) or fork_server_runs():
+        return
+    import torch._dynamo  # the first optimizer of a process imports it, which takes half a second
+
+    from autopipe.launch.rank import reading, worker  # noqa: F401  # for the forked processes
+
+    if threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    prepare_fork_server()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            stream.flush()  # or each rank would print what is buffered
+    parent = os.getpid()
+    with socket.socket(socket.AF_UNIX) as listener, stop_signals_blocked():
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]  # it has no public name
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        alive, ours = os.pipe()  # the server ends when the other end is closed
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            _serve(listener.detach(), alive, parent, arguments)
+        os.close(alive)
+    FORK_SERVER._forkserver_address, FORK_SERVER._forkserver_alive_fd, FORK_SERVER._forkserver_pid = address, ours, pid
+
+
+def _serve(listener: int, alive: int, parent: int, arguments: tuple[int, int]) -> NoReturn:
+    """Serve the requests for ranks in the forked process, until its parent ends."""
+    try:
+        die_with_parent()
+        if os.getppid() == parent:
+            atexit.unregister(shutil.rmtree)  # the parent's folder of sockets
+            _hide_arguments(*arguments)
+            forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
+
+
+def _arguments() -> tuple[int, int] | None:
+    """Return where the arguments of this process begin and end in its memory, or None if that is unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(fields[_ARGUMENTS_BEGIN]), int(fields[_ARGUMENTS_END])
+    except (OSError, IndexError, ValueError):
+        return None
+    return (begin, end) if 0 < begin < end else None
+
+
+def _hide_arguments(begin: int, end: int) -> None:
+    """Replace the arguments that ps shows: those of the model may be secret, and the ranks inherit them."""
+    size = end - begin
+    ctypes.memmove(begin, _TITLE[: size - 1].ljust(size, b"\0"), size)
