@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from support.hosts.launches import environment
 from support.hosts.two_hosts import Hosts, why_not
-from support.warm import AUTOPIPE
+from support.warm.programs import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 # each host has its own /etc/hosts, which ends with its name: the file that differs

@@ -16,7 +16,7 @@ import torch
 from support.hosts.launches import MODEL, environment
 from support.hosts.two_hosts import Hosts, why_not, words
 from support.waiting import short_pause, under_load
-from support.warm import AUTOPIPE
+from support.warm.programs import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 OPTIONS = ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]

@@ -7,6 +7,16 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands, write_model
+from support.warm import reading
+
+from autopipe.commands.training import repeating
+
+
+@pytest.fixture(autouse=True)
+def warm_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process read data in processes that need not import torch, unless ``NEW_PROCESSES`` of the module."""
+    if not getattr(request.module, "NEW_PROCESSES", False):
+        monkeypatch.setattr(repeating, "probe_command", reading.command)
 
 
 @pytest.fixture

@@ -6,9 +6,20 @@ import textwrap
 import pytest
 import torch
 from click.testing import CliRunner
+from support.warm import reading
 
 from autopipe.cli.main import autopipe
+from autopipe.commands.training import repeating
+from autopipe.launch.rank.forked import preload
 from autopipe.workload import LoadOptions, load_workload
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_processes():
+    """Let the commands of this process read data in processes that need not import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeating, "probe_command", reading.command)
+        yield
 
 
 @pytest.fixture
@@ -35,7 +46,8 @@ def one_thread():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a command line in an empty folder."""
+    """Run a command line in an empty folder, in a process with a fork server, as that of a command has."""
+    preload()
     monkeypatch.chdir(tmp_path)
 
     def call(*args, env=None):

@@ -20,7 +20,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 
 from .waiting import short_pause, under_load
-from .warm import AUTOPIPE, run_warm
+from .warm.programs import AUTOPIPE, run_warm
 
 MODEL = """
 import torch

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from autopipe.commands.plain.plain import Subject, written
 from support.pipelines import Captured, build
-from support.warm import run_warm
+from support.warm.programs import run_warm
 
 
 def run(loop: Path, *arguments: str) -> str:

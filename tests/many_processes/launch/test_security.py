@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support.commands import Commands, await_first_step, descendants
-from support.warm import AUTOPIPE
+from support.warm.programs import AUTOPIPE
 
 MODEL = """
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.commands import await_first_step
-from support.warm import AUTOPIPE
+from support.warm.programs import AUTOPIPE
 
 MODEL = """
 import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.warm import run_warm
+from support.warm.programs import run_warm
 
 from autopipe.errors import ModelFileError
 from autopipe.workload import LoadOptions, Workload, load_workload

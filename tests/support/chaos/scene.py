@@ -16,7 +16,7 @@ import psutil
 
 from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
 from support.waiting import short_pause, under_load
-from support.warm import AUTOPIPE
+from support.warm.programs import AUTOPIPE
 
 MARKER = "AUTOPIPE_CHAOS"
 LONGEST_SECONDS = 300.0

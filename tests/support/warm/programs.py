@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support.warm import reading
+
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 TORCH = "torch", "torch._dynamo", "safetensors.torch"
 COMMANDS = *TORCH, "autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"
@@ -41,6 +43,7 @@ def run_warm(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         request = {"command": command, "folder": str(cwd), "environment": dict(os.environ if env is None else env)}
+        request["probe"] = reading.command() if program == AUTOPIPE else []
         _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
         pid = _read(server, 60)
         code = _read(server, timeout)
@@ -55,8 +58,8 @@ def run_warm(
 @functools.cache
 def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.warm", *modules],
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "support.warm.programs", *modules],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,  # so that select sees each line
@@ -110,6 +113,8 @@ def _become(request: dict[str, Any]) -> None:
     random.seed()
     if request["without"]:
         sys.modules[request["without"]] = None  # type: ignore[assignment]
+    if request["probe"]:
+        sys.modules["autopipe.commands.training.repeating"].probe_command = lambda: request["probe"]  # type: ignore[attr-defined]
     program, *arguments = request["command"]
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).resolve().parent)

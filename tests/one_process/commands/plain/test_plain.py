@@ -12,7 +12,7 @@ import torch
 from support.models.opaque import write
 from support.pipelines import build, captured, captured_file, plan_for
 from support.plain_scripts import compared, is_equal
-from support.warm import run_warm
+from support.warm.programs import run_warm
 
 from autopipe.commands.plain.plain import Subject, written
 from autopipe.commands.plain.script import script
