@@ -6,6 +6,7 @@ It is for a parent that starts ranks for a cluster: if that is killed, no other 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,15 +15,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends: kill -9 of the supervisor must leave no orphan."""
+    """Make the kernel kill this process when its parent ends: kill -9 of the supervisor must leave no orphan.
+
+    The parent of a forked rank is the fork server. It outlives a command that ends before the server has called this
+    function, and then forks the requested ranks. Such a rank ends here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    command = multiprocessing.parent_process()
+    if command is not None and not command.is_alive():
+        os._exit(1)
 
 
 def allow_children() -> None:
     """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
-    import multiprocessing  # a command that only dies with its parent does not need it
-
     # multiprocessing ends a daemon with its parent, and forbids it to have children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
     os.register_at_fork(after_in_child=die_with_parent)
