@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import types
@@ -60,25 +61,37 @@ def isolated(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_effects() -> Iterator[None]:
-    """Discard output and log records, and what this thread writes to files. Files are read as usual."""
-    level = logging.root.manager.disable
+    """Discard output, log records and changes of files of this thread. Files are read as usual."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for owner in (builtins, io):
             stack.enter_context(_replaced(owner, "open", _open_to_read))
         for owner, name in _CHANGES:
             stack.enter_context(_replaced(owner, name, _nothing))
-        stack.callback(logging.disable, level)
-        logging.disable(logging.CRITICAL)
+        stack.enter_context(_replaced(logging.Logger, "handle", _nothing))
         yield
+
+
+class _Muted:
+    """A stream that discards what this thread writes, and passes on what other threads write."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write a text, unless this thread does."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module for this thread."""
+    """Replace a function of a module or class for this thread."""
     before, thread = getattr(owner, name), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

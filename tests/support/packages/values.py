@@ -313,9 +313,10 @@ def scale():
         torch.save({}, "NEVER")
         os.remove(__file__)
         print("NEVER", flush=True)
+        logging.getLogger("counting").warning("NEVER")
         print("NEVER", file=sys.stderr, flush=True)
     return 0
-""", "import os, sys, torch"), "util.scale()"),
+""", "import logging, os, sys, torch"), "util.scale()"),
     "work and memory that grow with the steps": (hidden("0", """
     h.value += 1
     for _ in range(h.value * 10_000): pass
