@@ -43,7 +43,7 @@ def rounds(rank: int, store: str, width: int, layers: int, batch: int, count: in
     """Measure on one rank: seconds of the backward and of the time after it, for each method, in alternating rounds."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    start_process_group(dist.FileStore(store, 2), rank, 2, use_nccl=False, timeout_seconds=120)  # type: ignore[attr-defined]
+    start_process_group(dist.FileStore(store, 2), rank, 2, timeout_seconds=120)  # type: ignore[attr-defined]
     transport = ProcessTransport([Channel("control", 0, 0, 0, 1)], [(0, 1)])
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))

@@ -7,6 +7,7 @@ same kind of chain, through its copies to its owner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,22 @@ def batch_channel(rank: int) -> Channel:
     return Channel(BATCH, 0, 0, 0, rank)
 
 
+def tie_channels(kind: str, giver: int, taker: int, request: ScheduleSpec) -> list[Channel]:
+    """Return the channels on which the replicas of one stage receive a tied parameter or its gradient from another.
+
+    All replicas of the giver have equal tensors, so replica ``i`` of the taker receives from replica ``i`` modulo their
+    number. A rank that runs both stages needs none.
+    """
+    givers, takers = request.stage_ranks[giver], request.stage_ranks[taker]
+    pairs = ((givers[index % len(givers)], rank) for index, rank in enumerate(takers) if rank not in givers)
+    return [Channel(kind, giver, taker, from_rank, to_rank) for from_rank, to_rank in pairs]
+
+
+def _partners(one: Sequence[int], other: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the pairs of ranks of two stages that run the same microbatch: see ``ScheduleSpec.rank_of``."""
+    return {(one[k % len(one)], other[k % len(other)]) for k in range(math.lcm(len(one), len(other)))}
+
+
 def loan_channel(loan: Loan, request: ScheduleSpec, reader: int) -> Channel:
     """Return the channel on which replica ``reader`` of the reading stage receives a parameter."""
     givers, takers = request.stage_ranks[loan.owner], request.stage_ranks[loan.reader]
@@ -92,20 +109,14 @@ def channels(message_plan: MessagePlan, request: ScheduleSpec) -> list[Channel]:
         Channel(kind, a, b, from_rank, to_rank)
         for kind, edges in ((ACTIVATION, message_plan.forward), (GRADIENT, message_plan.backward))
         for a, b in edges
-        for from_rank in ranks[a]
-        for to_rank in ranks[b]
+        for from_rank, to_rank in _partners(ranks[a], ranks[b])
     }
     for tie in message_plan.shared:
         for copy in tie.copies:
-            owners = ranks[tie.owner]
-            for index, rank in enumerate(ranks[copy]):
-                owner = owners[index % len(owners)]
-                channel_set.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
+            channel_set.update(tie_channels(TIE_VALUE, tie.owner, copy, request))
     for tie in message_plan.ties:
         for copy in tie.copies:
-            channel_set.update(
-                Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner]
-            )
+            channel_set.update(tie_channels(TIE_GRADIENT, copy, tie.owner, request))
     for loan in message_plan.loans:
         channel_set.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
     for rank in range(1, request.num_ranks):

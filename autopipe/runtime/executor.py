@@ -25,7 +25,7 @@ from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.transport.base import Pending, Transport
-from autopipe.schedules import post_points
+from autopipe.schedules import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Executor:
 
     def run(
         self,
-        row: Sequence[Instruction],
+        row: Sequence[Turn],
         minibatches: Mapping[int, Sequence[Microbatch]],
         *,
         offset: int = 0,
@@ -80,10 +80,10 @@ class Executor:
         instructions.
         """
         self._minibatches, self._training = minibatches, training
-        row = [i if not offset else _shifted(i, offset) for i in row]
-        row = [i for i in row if i.microbatch < len(minibatches[i.minibatch])]
+        row = [turn if not offset else _shifted(turn, offset) for turn in row]
+        backwards = [t.instruction for t in row if t.instruction.op == Op.BACKWARD and self._is_present(t.instruction)]
         # after these, the gradients of a minibatch are complete on this rank
-        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in row if i.op == Op.BACKWARD}.values())
+        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in backwards}.values())
         handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUTS: self._backward_inputs, Op.BACKWARD_WEIGHTS: self._backward_weights,
@@ -91,12 +91,14 @@ class Executor:
             Op.RECEIVE_FORWARD: self._receive, Op.RECEIVE_BACKWARD: self._receive,
             Op.REDUCE: self._reduce, Op.STEP: self._step,
         }  # fmt: skip
-        ahead = post_points(row)
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:
-            for index, instruction in enumerate(row):
-                for posted in ahead.get(index, ()):
+            for turn in row:
+                for posted in filter(self._is_present, turn.posts):
                     with self._measured(posted):
                         self._post(posted)
+                instruction = turn.instruction
+                if not self._is_present(instruction):
+                    continue
                 self.current = instruction
                 self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
                 handler = handlers.get(instruction.op)
@@ -108,6 +110,10 @@ class Executor:
                 if self.record:
                     self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
         self.current = None
+
+    def _is_present(self, instruction: Instruction) -> bool:
+        """Return whether the minibatch has the microbatch of an instruction."""
+        return instruction.microbatch < len(self._minibatches[instruction.minibatch])
 
     def _measured(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
         """Return the context in which an instruction runs, which attributes its memory to its stage."""
@@ -224,8 +230,11 @@ class Executor:
         self.stepper.step(instruction.stage, instruction.minibatch)
 
 
-def _shifted(instruction: Instruction, offset: int) -> Instruction:
-    """Return the same instruction ``offset`` minibatches later. Each flush adds one weight version."""
-    i = instruction
-    version = i.weight_version + offset if i.weight_version >= 0 else -1
-    return Instruction(i.op, i.stage, i.minibatch + offset, i.microbatch, version, i.peer)
+def _shifted(turn: Turn, offset: int) -> Turn:
+    """Return the same turn ``offset`` minibatches later. Each flush adds one weight version."""
+
+    def later(i: Instruction) -> Instruction:
+        version = i.weight_version + offset if i.weight_version >= 0 else -1
+        return Instruction(i.op, i.stage, i.minibatch + offset, i.microbatch, version, i.peer)
+
+    return Turn(later(turn.instruction), tuple(map(later, turn.posts)))

@@ -17,7 +17,7 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
-from autopipe.ir.schedule import Instruction, Op, StageEdges
+from autopipe.ir.schedule import Op, Schedule, StageEdges
 from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
@@ -37,7 +37,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.windows import Window, Windows
-from autopipe.schedules import REGISTRY, lower, make, validate
+from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
 from autopipe.workload import Workload
 
 
@@ -60,7 +60,7 @@ class RankSession:
     device: torch.device
     # epoch -> minibatches, in place of the data of the workload
     items: Callable[[int], Iterator[Any]] | None = None
-    _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], tuple[Turn, ...]] = field(default_factory=dict)
     _saver: Saver = field(init=False)
     _recordings: Recordings = field(init=False)
     _audits: AuditWriter = field(init=False)
@@ -173,15 +173,18 @@ class RankSession:
         self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
         self._audits.end(self.executor.stepper)
 
-    def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
+    def _row(self, first: int, count: int) -> tuple[Turn, ...]:
         if (first, count) not in self._rows:
             request = replace(self.context.request, first_minibatch=first, num_minibatches=count)
             schedule = make(self.context.plan.schedule, request)
             validate(schedule)
             if not REGISTRY[schedule.name].synchronous:
                 self._rows.clear()  # windows do not repeat
-            self._rows[first, count] = lower(schedule, self.context.message_plan.edges).rows[self.transport.rank]
+            self._rows[first, count] = self._turns(schedule, self.context.message_plan.edges)
         return self._rows[first, count]
+
+    def _turns(self, schedule: Schedule, edges: StageEdges) -> tuple[Turn, ...]:
+        return turns(lower(schedule, edges), self.transport.rank)
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
         """Return the share of each microbatch in the loss of its minibatch."""
@@ -313,12 +316,11 @@ class RankSession:
         if self.transport.rank == 0:
             self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
 
-    def _forward_row(self) -> tuple[Instruction, ...]:
+    def _forward_row(self) -> tuple[Turn, ...]:
         """Return the forwards of this rank, in the order of the run's schedule."""
         schedule = make(self.context.plan.schedule, self.context.request)
         forward = tuple(tuple(i for i in row if i.op == Op.FORWARD) for row in schedule.rows)
-        lowered = lower(replace(schedule, rows=forward), StageEdges(self.context.message_plan.edges.forward, ()))
-        return lowered.rows[self.transport.rank]
+        return self._turns(replace(schedule, rows=forward), StageEdges(self.context.message_plan.edges.forward, ()))
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

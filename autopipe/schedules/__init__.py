@@ -4,7 +4,8 @@ from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
 from autopipe.schedules.lower import lower
-from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, post_points, stage_peaks
+from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, stage_peaks
+from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
@@ -19,17 +20,18 @@ __all__ = [
     "ScheduleKind",
     "StageBytes",
     "StageCosts",
+    "Turn",
     "layout_of",
     "lines_of",
     "lower",
     "make",
     "peak_bytes",
-    "post_points",
     "register",
     "render",
     "render_timeline",
     "simulate",
     "stage_peaks",
     "to_csv",
+    "turns",
     "validate",
 ]

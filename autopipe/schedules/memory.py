@@ -3,7 +3,7 @@
 The planner estimates the same memory with formulas. This module shares no code with them, so each verifies the other.
 
 Memory of microbatches and weight versions is counted from the instruction that allocates it to the one that frees it.
-A message takes memory from the moment at which its receive is posted (``post_points``): activations until the end of
+A message takes memory from the moment at which its receive is posted (``posting``): activations until the end of
 the backward of their microbatch, gradients until the end of the backward that they start. Values that two stages of one
 rank exchange are not sent, and count for the stage that made them: an activation until the end of that stage's
 backward, a gradient until the end of the backward that it starts. A gradient that is sent counts until the end of the
@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Op, Schedule
+from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule
+from autopipe.schedules.posting import Posts, posts
 from autopipe.schedules.rows import stages_of
 
-# A receive is posted this many compute instructions ahead, so that the transfer overlaps with computation.
-LOOKAHEAD = 2
 Edge = tuple[int, int]
 
 
@@ -45,30 +44,14 @@ class MessageBytes:
     backward: Mapping[Edge, int] = field(default_factory=dict)  # gradients
 
 
-def post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:
-    """Return where the receives of a row are posted: index in the row -> the receives posted before that instruction.
-
-    A receive is posted ``LOOKAHEAD`` compute instructions before its position in the row.
-    """
-    points: dict[int, list[Instruction]] = {}
-    computes: list[int] = []
-    for index, instruction in enumerate(row):
-        if instruction.op in RECEIVES:
-            point = computes[-LOOKAHEAD] if len(computes) >= LOOKAHEAD else 0
-            points.setdefault(point, []).append(instruction)
-        elif instruction.op in COMPUTE:
-            computes.append(index)
-    return points
-
-
 def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ...]:
     """Return the peak bytes of every rank, without messages. A weight version counts until no minibatch can use it.
 
     Raises: ScheduleError if ``sizes`` has another number of stages than the schedule.
     """
     return tuple(
-        max(sum(now.values()) for _, now in _usage(schedule, rank, sizes, MessageBytes()))
-        for rank in range(len(schedule.rows))
+        max(sum(now.values()) for _, now in _usage(schedule, rank, ahead, sizes, MessageBytes()))
+        for rank, ahead in _posts(schedule, sizes).items()
     )
 
 
@@ -81,24 +64,27 @@ def stage_peaks(schedule: Schedule, sizes: Sequence[StageBytes], messages: Messa
     Raises: ScheduleError as ``peak_bytes``.
     """
     peaks = [0] * schedule.request.num_stages
-    for rank in range(len(schedule.rows)):
-        for stage, now in _usage(schedule, rank, sizes, messages):
+    for rank, ahead in _posts(schedule, sizes).items():
+        for stage, now in _usage(schedule, rank, ahead, sizes, messages):
             peaks[stage] = max(peaks[stage], now[stage])
     return tuple(peaks)
 
 
-def _usage(
-    schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes
-) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield, at the peak of every instruction of a rank, its stage and the bytes of each stage of the rank."""
+def _posts(schedule: Schedule, sizes: Sequence[StageBytes]) -> dict[int, Posts]:
+    """Return the posts of all ranks. Raises: ScheduleError if ``sizes`` has another number of stages."""
     if len(sizes) != schedule.request.num_stages:
         raise ScheduleError(f"sizes of {len(sizes)} stages were given for {schedule.request.num_stages} stages")
+    return posts(schedule, range(len(schedule.rows)))
+
+
+def _usage(
+    schedule: Schedule, rank: int, ahead: Posts, sizes: Sequence[StageBytes], messages: MessageBytes
+) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield, at the peak of every instruction of a rank, its stage and the bytes of each stage of the rank."""
     usage = _Usage(schedule, rank, sizes, messages)
     for stage in usage.now:
         yield stage, usage.now
-    row = schedule.rows[rank]
-    ahead = post_points(row)
-    for index, instruction in enumerate(row):
+    for index, instruction in enumerate(schedule.rows[rank]):
         for posted in ahead.get(index, ()):
             usage.post(posted)
             yield posted.stage, usage.now

@@ -164,6 +164,7 @@ def test_only_the_transport_and_the_launchers_import_torch_distributed():
     # torch's checkpoint format is part of its distributed package, and needs no ranks
     allowed = (
         "autopipe.runtime.transport.distributed",
+        "autopipe.runtime.transport.nccl",
         "autopipe.runtime.checkpoint.dcp",
         "autopipe.commands.calibration.link_ranks",
     )

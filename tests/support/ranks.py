@@ -24,7 +24,7 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, connec
     from autopipe.runtime.transport.distributed import start_process_group
 
     try:
-        start_process_group(dist.FileStore(store, world), rank, world, use_nccl=False, timeout_seconds=30)
+        start_process_group(dist.FileStore(store, world), rank, world, timeout_seconds=30)
         connection.send(("ok", function(rank, world, *args)))
     except BaseException:
         connection.send(("error", traceback.format_exc()))

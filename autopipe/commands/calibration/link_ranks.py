@@ -26,6 +26,7 @@ from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_schedul
 from autopipe.launch.rank.forked import END_SECONDS, preload
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
+from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
 TINY, SMALL, LARGE = 4, 256 * 2**10, 16 * 2**20
@@ -98,9 +99,12 @@ def _measure(rank: int, store: str, device: str) -> dict[str, str | float]:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     use_nccl = where.type == "cuda" and torch.cuda.device_count() >= len(_PAIR)
     shared = dist.FileStore(store, len(_PAIR))  # type: ignore[attr-defined]  # exported, though not by name
-    start_process_group(shared, rank, len(_PAIR), use_nccl=use_nccl, timeout_seconds=TIMEOUT_SECONDS)
+    start_process_group(shared, rank, len(_PAIR), timeout_seconds=TIMEOUT_SECONDS)
     to = tuple(Channel(ACTIVATION, a, b, a, b) for a, b in (_PAIR, _PAIR[::-1]))
-    transport = ProcessTransport(to, (_PAIR,), device=where, use_nccl=use_nccl)
+    communicators = Communicators.of(to, (_PAIR,)) if use_nccl else None
+    transport = ProcessTransport(
+        to, (_PAIR,), device=where, communicators=communicators, timeout_seconds=TIMEOUT_SECONDS
+    )
 
     def ping(tensor: torch.Tensor) -> None:
         if rank == 0:

@@ -57,10 +57,4 @@ def choose_interface(spec: WorkerSpec) -> None:
     interface = spec.interface or (network.interface_towards(network.parse_tcp(spec.store)[0]) if remote else LOOPBACK)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if remote:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def all_have_devices(store: Any, rank: int, world_size: int, has_device: bool) -> bool:
-    """Return whether no two ranks share a device. All ranks must choose the same transport."""
-    store.set(f"own-device/{rank}", "1" if has_device else "0")
-    return all(store.get(f"own-device/{other}") == b"1" for other in range(world_size))
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one, not a prefix

@@ -28,12 +28,13 @@ from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
+from autopipe.launch.rank.devices import apply_settings, choose_gpu
 from autopipe.launch.rank.graceful_stop import may_begin
 from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
 from autopipe.launch.rank.parent_death import allow_children, die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
-from autopipe.launch.rank.store import all_have_devices, choose_interface, open_store
+from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.error_location import error_location
@@ -41,6 +42,7 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.base import TransportClosed
+from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
 
 FAILED = 3
@@ -149,17 +151,19 @@ def _connect(
     rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
     use_nccl = False
     choose_interface(spec)
+    if device.type == "cuda":
+        apply_settings()
     try:
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":
-            usable = [index for index in range(torch.cuda.device_count()) if index not in excluded_devices]
-            index = usable[spec.local_rank % len(usable)]
-            torch.cuda.set_device(index)
-            reporter.event("device", index=index, others=len(usable) - 1)
-            own = spec.local_world_size <= len(usable)
-            use_nccl = all_have_devices(store, rank, world_size, own)
-        start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)
-        return ProcessTransport(context.channels, context.groups, device=device, use_nccl=use_nccl)
+            use_nccl = choose_gpu(spec, excluded_devices, store, reporter)
+        start_process_group(store, rank, world_size, timeout_seconds=seconds)
+        communicators = Communicators.of(context.channels, context.groups) if use_nccl else None
+        if communicators is not None and communicators.on_host and rank == 0:
+            reporter.event("note", text=communicators.note)
+        return ProcessTransport(
+            context.channels, context.groups, device=device, communicators=communicators, timeout_seconds=seconds
+        )
     except RuntimeError as error:
         raise translate(error) from error
 

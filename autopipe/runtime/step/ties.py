@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopipe.ir.channel import TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.ir.messages import tie_channels
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
@@ -58,13 +59,13 @@ class TieExchange:
     def sum_gradients(self, stage: int) -> None:
         """Bring the gradients of copies to their owner, unless they came along with every microbatch.
 
-        The replicas of a copy hold the same sum by now, so the first of them sends it to every replica of the owner.
+        The replicas of a copy hold the same sum by now, so each of them sends it to its share of the owner's replicas.
         The owner adds the gradients from the last stage to the first. A stage without a gradient sends a flag instead.
         """
         for tie in self._ties:
             if tie.exact:
                 continue
-            if stage in tie.copies and self._transport.rank == self._request.stage_ranks[stage][0]:
+            if stage in tie.copies:
                 self._send_gradient(tie, stage)
             elif stage == tie.owner:
                 parameter = self._parameters(stage)[tie.parameter]
@@ -77,10 +78,7 @@ class TieExchange:
         parameter = self._parameters(stage)[tie.parameter]
         gradient = parameter.grad
         present = torch.tensor([0 if gradient is None else 1], device=parameter.device)
-        for owner in self._request.stage_ranks[tie.owner]:
-            if owner in self._request.stage_ranks[stage]:  # that rank reads its own copy
-                continue
-            channel = Channel(TIE_GRADIENT, stage, tie.owner, self._transport.rank, owner)
+        for channel in self._leaving(TIE_GRADIENT, stage, tie.owner):
             self._send(channel, present)
             if gradient is not None:
                 self._send(channel, gradient)
@@ -88,8 +86,7 @@ class TieExchange:
     def _gradient_of_copy(self, tie: Tie, copy: int) -> torch.Tensor | None:
         if copy in self._runners:
             return self._parameters(copy)[tie.parameter].grad
-        source = self._request.stage_ranks[copy][0]
-        channel = Channel(TIE_GRADIENT, copy, tie.owner, source, self._transport.rank)
+        channel = self._arriving(TIE_GRADIENT, copy, tie.owner)
         present = self._receive(channel, torch.zeros(1, dtype=torch.int64))
         return self._receive(channel, self._parameters(tie.owner)[tie.parameter]) if int(present) else None
 
@@ -100,22 +97,23 @@ class TieExchange:
                 self._send_value(tie)
             elif stage in tie.copies and tie.owner not in self._runners:
                 parameter = self._parameters(stage)[tie.parameter]
-                owners = self._request.stage_ranks[tie.owner]
-                index = self._request.stage_ranks[stage].index(self._transport.rank)
-                source = owners[index % len(owners)]
-                channel = Channel(TIE_VALUE, tie.owner, stage, source, self._transport.rank)
-                parameter.data = self._receive(channel, parameter)
+                parameter.data = self._receive(self._arriving(TIE_VALUE, tie.owner, stage), parameter)
 
     def _send_value(self, tie: Tie) -> None:
         value = self._parameters(tie.owner)[tie.parameter].data
-        owners = self._request.stage_ranks[tie.owner]
         for copy in tie.copies:
             if copy in self._runners:
                 self._parameters(copy)[tie.parameter].data = value.clone()
-                continue
-            for index, rank in enumerate(self._request.stage_ranks[copy]):
-                if owners[index % len(owners)] == self._transport.rank:
-                    self._send(Channel(TIE_VALUE, tie.owner, copy, self._transport.rank, rank), value)
+            for channel in self._leaving(TIE_VALUE, tie.owner, copy):
+                self._send(channel, value)
+
+    def _leaving(self, kind: str, giver: int, taker: int) -> list[Channel]:
+        """Return the channels on which this rank gives, as a replica of ``giver``."""
+        return [c for c in tie_channels(kind, giver, taker, self._request) if c.from_rank == self._transport.rank]
+
+    def _arriving(self, kind: str, giver: int, taker: int) -> Channel:
+        """Return the channel on which this rank takes, as a replica of ``taker``."""
+        return next(c for c in tie_channels(kind, giver, taker, self._request) if c.to_rank == self._transport.rank)
 
     def _send(self, channel: Channel, tensor: torch.Tensor) -> None:
         # a copy: the owner steps in place next time, while this message may still be on its way

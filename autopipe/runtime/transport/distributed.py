@@ -1,8 +1,8 @@
 """``ProcessTransport``: gloo for CPU tensors; for CUDA tensors NCCL, or gloo staged through the host.
 
 Gloo separates channels by tag on one mesh. NCCL has no tags, and two operations in different order at the two ends of a
-communicator deadlock. So every channel gets its own two-rank group. All groups are created in one global order and used
-once at the start, because the first operation of a group connects it, and lazy connections have hung.
+communicator deadlock: ``communicators`` says which channels share one. Every channel of gloo and every communicator is
+used once at the start, because the first operation connects it, and lazy connections have hung.
 
 Between CPU ranks, the order of a tensor in memory (``strides``) is sent ahead of it.
 
@@ -12,11 +12,11 @@ Sums of three or more CPU ranks are therefore computed here (``rank_order``), an
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import queue
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,13 @@ import torch.distributed as dist
 
 from autopipe.ir.channel import FIGURES, Channel
 from autopipe.runtime.transport.base import Pending, TransportClosed
+from autopipe.runtime.transport.communicators import Communicators
+from autopipe.runtime.transport.nccl import NcclTransfers
 from autopipe.runtime.transport.rank_order import OrderedSums
 from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+
+CONNECT_SECONDS = 300.0
+"""How long the first message of a communicator may take, by default."""
 
 _GONE = (
     "connection closed by peer",
@@ -42,15 +47,14 @@ def backends() -> dict[str, bool]:
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
 
 
-def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float) -> None:
-    """Join the ranks at ``store``, a torch store. Gloo is always included, for control messages on the CPU."""
+def start_process_group(store: Any, rank: int, world_size: int, *, timeout_seconds: float) -> None:
+    """Join the ranks at ``store``, a torch store, over gloo. It carries control messages on any device."""
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
+        "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if use_nccl else None,
     )
 
 
@@ -87,6 +91,15 @@ def translate(error: RuntimeError) -> BaseException:
     """Return ``TransportClosed`` for an error of torch that means that another rank is gone, else the error itself."""
     text = str(error)
     return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Raise ``translate(error)`` in place of an error of torch."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise translate(error) from error
 
 
 class _Departures:
@@ -130,7 +143,7 @@ class ProcessTransport:
     """One rank's end, over the process group of ``start_process_group``.
 
     ``channels`` lists every channel of the run, in the same order on every rank. ``groups`` lists the sets of ranks
-    that compute sums.
+    that compute sums. ``communicators``: those of NCCL; None if it is not used.
     """
 
     def __init__(
@@ -139,34 +152,35 @@ class ProcessTransport:
         groups: Sequence[Sequence[int]] = (),
         *,
         device: torch.device | None = None,
-        use_nccl: bool = False,
+        communicators: Communicators | None = None,
+        timeout_seconds: float = CONNECT_SECONDS,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device or torch.device("cpu")
-        self.use_nccl = use_nccl
-        ordered = sorted(set(channels))
+        ordered = list(dict.fromkeys(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
         self._sums: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): None}  # the default group
         self._sums |= {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
-        self._pairs: dict[Channel, Any] = {}
         self._departures = _Departures()
-        self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # over NCCL
-        if use_nccl:
-            for channel in ordered:
-                if channel.kind not in FIGURES:
-                    self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
-        self._exercise(ordered)
+        self._nccl = (
+            None
+            if communicators is None
+            else NcclTransfers(communicators, groups, self.rank, self.device, timeout_seconds)
+        )
+        self._exercise([channel for channel in ordered if not self._by_nccl(channel)])
+
+    def _by_nccl(self, channel: Channel) -> bool:
+        return self._nccl is not None and self._nccl.carries(channel)
 
     def _exercise(self, channels: Sequence[Channel]) -> None:
         """Send one element over every channel, so that a pair that cannot connect fails here, with its name."""
         for channel in channels:
-            token = torch.zeros(1, device=self.device if channel in self._pairs else "cpu")
             try:
                 if channel.from_rank == self.rank:
-                    self.send(channel, token)
+                    self.send(channel, torch.zeros(1))
                 elif channel.to_rank == self.rank:
-                    self.receive(channel, (1,), token.dtype).wait()
+                    self.receive(channel, (1,), torch.float32).wait()
             except RuntimeError as error:
                 raise RuntimeError(f"cannot connect {channel}: {error}") from error
 
@@ -176,9 +190,9 @@ class ProcessTransport:
         if tensor.numel() == 0:
             return
         self._departures.check()
-        pair = self._pairs.get(channel) if tensor.is_cuda else None
-        if pair is not None:
-            self._send_by_nccl(pair, channel, tensor.contiguous())
+        if self._nccl is not None and tensor.is_cuda and self._nccl.carries(channel):
+            with _translated():
+                self._nccl.send(channel, tensor.contiguous())
             return
         if tensor.is_cuda:
             staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -196,42 +210,30 @@ class ProcessTransport:
         return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 0
 
     def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
-        try:
+        with _translated():
             self._departures.add(dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor)
-        except RuntimeError as error:
-            raise translate(error) from error
-
-    def _send_by_nccl(self, pair: Any, channel: Channel, tensor: torch.Tensor) -> None:
-        while self._flying and self._flying[0][0].is_completed():
-            self._flying.popleft()
-        try:
-            self._flying.append((dist.isend(tensor, channel.to_rank, group=pair), tensor))
-        except RuntimeError as error:
-            raise translate(error) from error
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive. Activations and gradients arrive on the device of the rank."""
         device = torch.device("cpu") if channel.kind in FIGURES else self.device
-        pair = self._pairs.get(channel) if device.type == "cuda" else None
+        nccl = self._nccl if device.type == "cuda" and self._by_nccl(channel) else None
         buffer = torch.empty(
             tuple(shape),
             dtype=dtype,
-            device=device if pair is not None else "cpu",
-            pin_memory=device.type == "cuda" and pair is None,
+            device=device if nccl is not None else "cpu",
+            pin_memory=device.type == "cuda" and nccl is None,
         )
         if buffer.numel() == 0:
             return _Received(None, buffer, device)
         layout = None
-        try:
+        with _translated():
             if self._laid_out(channel, buffer.dim()):
                 ahead = torch.empty(2 * buffer.dim(), dtype=torch.int64)
                 layout = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
-            if pair is not None:
-                work = dist.irecv(buffer, channel.from_rank, group=pair)
+            if nccl is not None:
+                work = nccl.receive(channel, buffer)
             else:
                 work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
-        except RuntimeError as error:
-            raise translate(error) from error
         return _Received(work, buffer, device, layout)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
@@ -242,10 +244,11 @@ class ProcessTransport:
         """Start a sum over the group, which runs in threads or on a stream of the backend."""
         if len(group) > 2 and not tensor.is_cuda and (tensor.is_floating_point() or tensor.is_complex()):
             return self._in_rank_order(tuple(group)).start(tensor)
-        try:
-            work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
-        except RuntimeError as error:
-            raise translate(error) from error
+        with _translated():
+            if self._nccl is not None and tensor.is_cuda:
+                work = self._nccl.start_sum(group, tensor)
+            else:
+                work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
         return _Received(work, tensor, tensor.device)
 
     def _in_rank_order(self, group: tuple[int, ...]) -> OrderedSums:
@@ -262,17 +265,15 @@ class ProcessTransport:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        try:
+        with _translated():
             dist.barrier()
-        except RuntimeError as error:
-            raise translate(error) from error
 
     def close(self) -> None:
         """Wait for all sends and for the other ranks, and destroy the process group."""
         self._departures.drain()
         for sums in self._ordered.values():
             sums.close()
-        for work, _ in self._flying:
-            work.wait()
+        if self._nccl is not None:
+            self._nccl.drain()
         self.barrier()
         dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""Which GPU a rank computes on, and whether the ranks can use NCCL, which allows one rank per GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.errors import RunError, counted
+from autopipe.launch.request import WorkerSpec
+from autopipe.runtime.events import Reporter
+
+SHARED_GPU = "AUTOPIPE_SHARED_GPU"
+"""Environment variable: ``host`` lets ranks share a GPU and exchange tensors through host memory, ``nccl`` over NCCL
+(versions that support it, with NCCL_MULTI_RANK_GPU_ENABLE=1)."""
+
+_SETTINGS = {
+    # waiting receives occupy fewer multiprocessors
+    "NCCL_MAX_P2P_NCHANNELS": "8",
+    # the communicators of two ranks each are intended
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    # gloo connects the ranks that talk, not all pairs
+    "TORCH_GLOO_LAZY_INIT": "1",
+    # blocks of memory grow in place, which avoids most of the fragmentation
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+_QUEUES = 32  # the most that CUDA supports
+
+
+def apply_settings() -> None:
+    """Set the environment of a rank on a GPU, before CUDA starts.
+
+    The user's environment takes precedence, except over the number of hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1,
+    a frequent setting for tensor parallelism, makes a pipeline deadlock.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # one queue for each stream: in a shared one, a receive that waits can block the send that its peer waits for
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
+
+
+def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: Reporter) -> bool:
+    """Select this rank's GPU, and return whether the ranks use NCCL. The ranks agree through ``store``.
+
+    ``excluded``: the indices of GPUs that no rank may use.
+
+    Raises: RunError if ranks share a GPU although each of them could have one.
+    """
+    usable = [index for index in range(torch.cuda.device_count()) if index not in excluded]
+    if not usable:
+        raise RunError(
+            f"rank {spec.rank} has no usable GPU: {counted(torch.cuda.device_count(), 'GPU')} visible, "
+            f"excluded: {list(excluded) or 'none'}",
+            remedy="check CUDA_VISIBLE_DEVICES and autopipe doctor on that host, or train with --device cpu",
+        )
+    index = usable[spec.local_rank % len(usable)]
+    torch.cuda.set_device(index)
+    reporter.event("device", index=index, others=len(usable) - 1)
+    sharing = ranks_on_shared_devices(store, spec.world_size, _identity(index))
+    permitted = os.environ.get(SHARED_GPU, "")
+    if sharing and not permitted and spec.local_world_size <= len(usable):
+        raise RunError(
+            f"{counted(sharing, 'rank')} of {spec.world_size} would share a GPU with another rank, although "
+            f"{counted(len(usable), 'GPU')} can be used here, for {counted(spec.local_world_size, 'rank')}",
+            where=f"rank {spec.rank}: local rank {spec.local_rank}, GPU {index}",
+            remedy="let the launcher set the local rank (LOCAL_RANK, SLURM_LOCALID), or make one GPU visible to each "
+            f"rank; to share GPUs on purpose, set {SHARED_GPU}=host",
+        )
+    use_nccl = not sharing or permitted == "nccl"
+    if spec.rank == 0:
+        reason = f"{sharing} of {spec.world_size} ranks share a GPU with another" if sharing else "each has its own GPU"
+        reporter.event("note", text=f"ranks exchange tensors {_BY[use_nccl]}: {reason}")
+    return use_nccl
+
+
+_BY = {True: "over NCCL", False: "through host memory"}
+
+
+def ranks_on_shared_devices(store: Any, world_size: int, identity: str) -> int:
+    """Return how many ranks have a device that another rank has as well, beyond the first of each device.
+
+    Every rank calls this with the identity of its device. Each makes at most six operations on the store.
+    """
+    if store.add(f"device/{identity}", 1) > 1:
+        store.add("devices/shared", 1)
+    if store.add("devices/known", 1) == world_size:
+        store.set("devices/complete", str(store.add("devices/shared", 0)))
+    return int(store.get("devices/complete"))
+
+
+def _identity(index: int) -> str:
+    """Return what tells a GPU from every other one of the cluster."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of the host; the same in all of its containers
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    properties = torch.cuda.get_device_properties(index)
+    return f"{host}/{properties.uuid}"

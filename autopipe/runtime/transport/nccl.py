@@ -1,0 +1,102 @@
+"""``NcclTransfers``: the communicators of one rank, and the messages and sums that they carry.
+
+The default process group is gloo's, and no device is bound to it: so a new communicator connects its members only,
+and the other ranks do nothing. Every rank creates the communicators in one order, because their members wait for each
+other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import RunError
+from autopipe.ir.channel import Channel
+from autopipe.runtime.transport.communicators import Communicators, Pair
+
+_POLL_SECONDS = 0.005
+
+
+class NcclTransfers:
+    """The communicators of one rank.
+
+    Args:
+        communicators: those of the run.
+        groups: the sets of ranks that compute sums.
+        rank: of this process.
+        device: of this rank.
+        timeout_seconds: how long the first message over each pair may take.
+
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        self._rank, self._device = rank, device
+        self._sums = {tuple(group): self._create(group) for group in sorted(map(tuple, groups))}
+        self._pairs = {pair: self._create((pair.from_rank, pair.to_rank)) for pair in communicators.pairs}
+        self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # sends that may not be complete
+        for pair in communicators.pairs:
+            self._connect(pair, timeout_seconds)
+
+    def _create(self, ranks: Sequence[int]) -> Any:
+        # transfers go ahead of kernels that wait for a free multiprocessor
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        return dist.new_group(list(ranks), backend="nccl", pg_options=options, device_id=self._device)
+
+    def _connect(self, pair: Pair, timeout_seconds: float) -> None:
+        """Send one element over a pair, so that ranks that cannot connect fail here, with their numbers."""
+        if self._rank not in (pair.from_rank, pair.to_rank):
+            return
+        token = torch.zeros(1, device=self._device)
+        if self._rank == pair.from_rank:
+            work: Any = dist.isend(token, pair.to_rank, group=self._pairs[pair])
+        else:
+            work = dist.irecv(token, pair.from_rank, group=self._pairs[pair])
+        deadline = time.monotonic() + timeout_seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"rank {pair.from_rank} cannot send to rank {pair.to_rank} over NCCL: nothing arrived within "
+                    f"{timeout_seconds:.0f} s",
+                    remedy="set NCCL_DEBUG=INFO and read the logs of both ranks; check the network interface "
+                    "(NCCL_SOCKET_IFNAME) and the firewall between the hosts",
+                )
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+
+    def carries(self, channel: Channel) -> bool:
+        """Return whether a channel has a communicator."""
+        return Pair.of(channel) in self._pairs
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Start the transfer of a contiguous tensor. The tensor is kept until it is sent."""
+        while self._flying and self._flying[0][0].is_completed():
+            self._flying.popleft()
+        work = dist.isend(tensor, channel.to_rank, group=self._pairs[Pair.of(channel)])
+        self._flying.append((work, tensor))
+
+    def receive(self, channel: Channel, buffer: torch.Tensor) -> Any:
+        """Post a receive into a buffer on the device. Receives of one pair are posted in the order of the sends."""
+        return dist.irecv(buffer, channel.from_rank, group=self._pairs[Pair.of(channel)])
+
+    def start_sum(self, group: Sequence[int], tensor: torch.Tensor) -> Any:
+        """Start a sum over a group, in place."""
+        return dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
+
+    def drain(self) -> None:
+        """Wait until all sends are complete."""
+        for work, _ in self._flying:
+            work.wait()
+        self._flying.clear()
+        torch.cuda.current_stream(self._device).synchronize()

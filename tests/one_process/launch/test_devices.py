@@ -1,0 +1,153 @@
+"""A rank on a GPU: which one it takes, and whether the ranks use NCCL."""
+
+from __future__ import annotations
+
+import threading
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import RunError
+from autopipe.launch.rank import devices
+from autopipe.launch.request import WorkerSpec
+
+
+def spec(rank: int, world_size: int, *, local_rank: int, local_world_size: int) -> WorkerSpec:
+    return WorkerSpec(
+        run="run",
+        rank=rank,
+        world_size=world_size,
+        store="file:///x",
+        heartbeats="",
+        body="train",
+        timeout_seconds=10.0,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+
+
+@dataclass
+class Events:
+    """Takes the events of a rank."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    @property
+    def notes(self) -> list[str]:
+        return [event["text"] for event in self.events if event["kind"] == "note"]
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, specs: list[WorkerSpec], visible: list[list[str]]
+) -> tuple[list[Any], Events]:
+    """Let all ranks choose at once. ``visible``: the GPUs of each rank. Returns their answers or errors."""
+    here = threading.local()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(uuid=here.gpus[i]))
+    store, reporter, answers = dist.HashStore(), Events(), [None] * len(specs)
+
+    def run(index: int) -> None:
+        here.gpus = visible[index]
+        try:
+            answers[index] = devices.choose_gpu(specs[index], (), store, reporter)
+        except RunError as error:
+            answers[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(specs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return answers, reporter
+
+
+def test_ranks_that_each_see_one_gpu_of_their_own_use_nccl(monkeypatch):
+    """Ray, Kubernetes and srun --gpus-per-task=1 make one GPU visible to each rank."""
+    specs = [spec(rank, 4, local_rank=rank, local_world_size=4) for rank in range(4)]
+    answers, reporter = choose(monkeypatch, specs, [[f"gpu-{rank}"] for rank in range(4)])
+    assert answers == [True] * 4
+    assert reporter.notes == ["ranks exchange tensors over NCCL: each has its own GPU"]
+
+
+def test_ranks_that_see_all_gpus_take_one_each(monkeypatch):
+    specs = [spec(rank, 4, local_rank=rank, local_world_size=4) for rank in range(4)]
+    answers, reporter = choose(monkeypatch, specs, [[f"gpu-{i}" for i in range(4)]] * 4)
+    assert answers == [True] * 4
+    assert sorted(event["index"] for event in reporter.events if event["kind"] == "device") == [0, 1, 2, 3]
+
+
+def test_more_ranks_than_gpus_exchange_tensors_through_the_host(monkeypatch):
+    specs = [spec(rank, 3, local_rank=rank, local_world_size=3) for rank in range(3)]
+    answers, reporter = choose(monkeypatch, specs, [["gpu-0", "gpu-1"]] * 3)
+    assert answers == [False] * 3
+    assert reporter.notes == ["ranks exchange tensors through host memory: 1 of 3 ranks share a GPU with another"]
+
+
+def test_a_launcher_without_local_ranks_is_refused(monkeypatch):
+    """All ranks would take the first of eight GPUs."""
+    specs = [spec(rank, 2, local_rank=0, local_world_size=2) for rank in range(2)]
+    answers, _ = choose(monkeypatch, specs, [[f"gpu-{i}" for i in range(8)]] * 2)
+    assert all(isinstance(answer, RunError) for answer in answers)
+    assert "1 rank of 2 would share a GPU with another rank, although 8 GPUs can be used here" in answers[0].what
+    assert "LOCAL_RANK" in answers[0].remedy
+
+
+@pytest.mark.parametrize(("value", "nccl"), [("host", False), ("nccl", True)])
+def test_sharing_a_gpu_on_purpose_is_permitted(monkeypatch, value, nccl):
+    monkeypatch.setenv(devices.SHARED_GPU, value)
+    specs = [spec(rank, 2, local_rank=rank, local_world_size=2) for rank in range(2)]
+    answers, _ = choose(monkeypatch, specs, [["gpu-0"]] * 2)
+    assert answers == [nccl] * 2
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    (answer,), _ = choose(monkeypatch, [spec(0, 1, local_rank=0, local_world_size=1)], [[]])
+    assert "rank 0 has no usable GPU: 0 GPUs visible" in answer.what
+
+
+class Counted:
+    """A store that counts its operations."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.operations = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.operations += 1
+        return getattr(self.store, name)
+
+
+def test_the_agreement_takes_six_operations_of_each_rank_at_most():
+    world, store = 512, dist.HashStore()
+    counts = [0] * world
+
+    def run(rank: int) -> None:
+        counted = Counted(store)
+        assert devices.ranks_on_shared_devices(counted, world, f"gpu-{rank // 2}") == world // 2
+        counts[rank] = counted.operations
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert max(counts) <= 6 and min(counts) >= 3
+
+
+def test_the_environment_of_a_gpu_rank_is_the_users_but_for_the_hardware_queues(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "2")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(devices.os, "environ", devices.os.environ.copy())
+    devices.apply_settings()
+    environment = devices.os.environ
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert environment["NCCL_MAX_P2P_NCHANNELS"] == "2"
+    assert environment["TORCH_GLOO_LAZY_INIT"] == "1"

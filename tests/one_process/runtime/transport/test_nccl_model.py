@@ -1,0 +1,162 @@
+"""Training over NCCL, executed on a model of its streams, queues and communicators, ends without a deadlock."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nccl.machine import Deadlock, OrderMismatch, execute
+from support.nccl.recorder import Run, recorded
+
+from autopipe.errors import RunError
+from autopipe.ir import messages
+from autopipe.ir.schedule import ScheduleSpec, StageEdges
+from autopipe.runtime.transport import communicators
+from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
+from autopipe.schedules import REGISTRY, posting
+
+
+def layout(ranks: int, stages_per_rank: int = 1, replicas: int = 1) -> tuple[tuple[int, ...], ...]:
+    stages = ranks * stages_per_rank
+    return tuple(tuple(range(s % ranks * replicas, (s % ranks + 1) * replicas)) for s in range(stages))
+
+
+def edges(stages: int, skips: str = "") -> StageEdges:
+    forward = {(s, s + 1) for s in range(stages - 1)}
+    if skips == "unet":
+        forward |= {(s, stages - 1 - s) for s in range(stages // 2 - 1)}
+    if skips == "fan-out":
+        forward |= {(0, s) for s in range(2, stages)}
+    return StageEdges(tuple(sorted(forward)), tuple(sorted((b, a) for a, b in forward)))
+
+
+def case(
+    schedule: str, ranks: int, m: int, *, v: int = 1, replicas: int = 1, skips: str = "", minibatches: int = 1
+) -> Run:
+    options = {"stages_per_rank": v} if v > 1 else {}
+    spec = ScheduleSpec(layout(ranks, v, replicas), m, minibatches, options=options)
+    return Run(schedule, spec, edges(ranks * v, skips))
+
+
+CASES = {
+    "1f1b": ("1f1b", 8, 16, {}),
+    "gpipe": ("gpipe", 8, 16, {}),
+    "eager-1f1b": ("eager-1f1b", 8, 16, {}),
+    "zero-bubble": ("zero-bubble", 8, 16, {}),
+    "2bw": ("2bw", 4, 8, {"minibatches": 4}),
+    "pipedream": ("pipedream", 8, 1, {"minibatches": 16}),
+    "interleaved, 2 stages a rank": ("interleaved", 4, 8, {"v": 2}),
+    "interleaved, 2 ranks": ("interleaved", 2, 8, {"v": 4}),
+    "interleaved, 16 stages a rank": ("interleaved", 8, 16, {"v": 16}),
+    "1f1b, skips": ("1f1b", 8, 16, {"skips": "unet"}),
+    "gpipe, skips": ("gpipe", 8, 16, {"skips": "unet"}),
+    "gpipe, fan-out": ("gpipe", 8, 16, {"skips": "fan-out"}),
+    "1f1b, fan-out": ("1f1b", 16, 32, {"skips": "fan-out"}),
+    "interleaved, skips": ("interleaved", 4, 8, {"v": 2, "skips": "unet"}),
+    "2bw, skips": ("2bw", 4, 8, {"minibatches": 4, "skips": "unet"}),
+    "2 replicas": ("1f1b", 4, 16, {"replicas": 2}),
+    "16 replicas": ("1f1b", 4, 64, {"replicas": 16}),
+    "8 stages of 64 replicas": ("1f1b", 8, 128, {"replicas": 64}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_over_nccl_ends(name):
+    schedule, ranks, m, more = CASES[name]
+    recorders = recorded(case(schedule, ranks, m, **more))
+    assert max(len(recorder.program.communicators) for recorder in recorders) <= MOST_GROUPS
+    for queues, depth in ((8, 1024), (32, 1024), (32, 16)):
+        execute([r.program for r in recorders], queues=queues, streams=STREAMS, depth=depth)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Return a run under any schedule that flushes or not, with replicas or several stages a rank, and skips."""
+    kind = REGISTRY[draw(st.sampled_from(sorted(set(REGISTRY) - {"custom"})))]
+    m, window = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    options = {o.name: o.minimum for o in kind.options if o.maximum < 1000}
+    if kind.several_stages and draw(st.booleans()):
+        ranks, v = draw(st.integers(1, 4)), draw(st.integers(2, 3))
+        stage_ranks = layout(ranks, v)
+        m = ranks * draw(st.integers(1, 2))
+    elif kind.replicas:
+        counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+        stage_ranks = tuple(tuple(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts)))
+        m += options.get("depth", 0) * sum(counts)
+    else:
+        stage_ranks = layout(draw(st.integers(1, 6)))
+        m += options.get("depth", 0) * len(stage_ranks)
+    stages = len(stage_ranks)
+    skips = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)), max_size=3))
+    forward = sorted({(s, s + 1) for s in range(stages - 1)} | {(a, b) for a, b in skips if a < b})
+    spec = ScheduleSpec(stage_ranks, m, window, draw(st.integers(0, 2)), options)
+    return Run(kind.name, spec, StageEdges(tuple(forward), tuple((b, a) for a, b in forward)))
+
+
+@given(runs())
+@settings(max_examples=60, deadline=None)
+def test_every_schedule_and_layout_ends(run):
+    recorders = recorded(run)
+    execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
+    for recorder in recorders:
+        assert len(recorder.program.communicators) + 2 <= STREAMS
+
+
+@pytest.mark.parametrize("replicas", [16])
+def test_the_model_finds_the_deadlock_of_one_communicator_for_each_channel(monkeypatch, replicas):
+    """Torch hands out 32 streams in turn, and a rank would use every 16th of its communicators."""
+    monkeypatch.setattr(messages, "_partners", lambda one, other: set(itertools.product(one, other)))
+    monkeypatch.setattr(communicators, "_LIMIT", 1 << 30)
+    monkeypatch.setattr(communicators, "MOST_GROUPS", 1 << 30)
+    each = staticmethod(lambda c: Pair(f"{c.kind} {c.from_stage} {c.to_stage}", c.from_rank, c.to_rank))
+    monkeypatch.setattr(Pair, "of", each)
+    programs = [recorder.program for recorder in recorded(case("1f1b", 4, 2 * replicas, replicas=replicas))]
+    with pytest.raises(Deadlock, match="rank 0"):
+        execute(programs, queues=32, streams=STREAMS)
+    execute(programs, queues=1 << 20, streams=1 << 20)  # the order itself is right
+
+
+def test_the_model_finds_receives_that_are_not_in_the_order_of_the_sends(monkeypatch):
+    monkeypatch.setattr(posting, "_is_mixed", lambda schedule, rank: False)
+    with pytest.raises((Deadlock, OrderMismatch)):
+        programs = [recorder.program for recorder in recorded(case("interleaved", 4, 8, v=2, skips="unet"))]
+        execute(programs, queues=32, streams=STREAMS)
+
+
+def test_the_model_finds_the_deadlock_of_streams_that_share_a_hardware_queue():
+    programs = [recorder.program for recorder in recorded(case("gpipe", 8, 16, skips="unet"))]
+    with pytest.raises(Deadlock):
+        execute(programs, queues=1, streams=STREAMS)
+
+
+@pytest.mark.parametrize(("world", "stages"), [(512, 8), (4096, 8), (4096, 64)])
+def test_communicators_of_a_large_run_are_few(world, stages):
+    run = case("1f1b", stages, 1, replicas=world // stages)
+    pairs, per_rank = (
+        run.communicators.pairs,
+        Counter(rank for pair in run.communicators.pairs for rank in (pair.from_rank, pair.to_rank)),
+    )
+    assert len(pairs) == 2 * (stages - 1) * (world // stages)  # one in each direction between neighbours
+    assert max(per_rank.values()) == 4
+    assert not run.communicators.on_host
+
+
+def test_a_communicator_is_asked_of_its_members_only():
+    """A rank makes one call for each communicator of the run, and is a member of at most five."""
+    run = case("1f1b", 8, 64, replicas=64)
+    recorder = run.record(200)
+    assert len(recorder.program.communicators) == 5  # two neighbours, two directions; the sum of the replicas
+    assert recorder.calls == len(run.communicators.pairs) + 2 * len(run.groups)  # sums over gloo, too
+
+
+def test_ranks_that_need_too_many_communicators_are_refused():
+    spec = ScheduleSpec((tuple(range(7)), tuple(range(7, 20))), 91)
+    run = Run("1f1b", spec, StageEdges.chain(2))
+    assert len(run.communicators.pairs) == 2 * 91  # 26 at each rank of the first stage
+    wide = Run("1f1b", ScheduleSpec((tuple(range(17)), tuple(range(17, 36))), 323), StageEdges.chain(2))
+    with pytest.raises(RunError, match=r"rank \d+ needs more than 30 communicators of NCCL") as caught:
+        _ = wide.communicators
+    assert "one divides the other" in caught.value.remedy

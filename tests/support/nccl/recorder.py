@@ -1,0 +1,265 @@
+"""Run the executor and the transport of a rank over a stand-in for torch.distributed, and record what they ask of it.
+
+Only the computation is replaced: stages return empty tensors on a fake GPU. The order of receives, sends, waits and
+sums, and the communicators, are those of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopipe.ir.messages import MessagePlan, channels
+from autopipe.ir.schedule import ScheduleSpec, StageEdges
+from autopipe.ir.tensor import TensorSpec
+from autopipe.runtime.executor import Executor, Microbatch
+from autopipe.runtime.transport import distributed, nccl
+from autopipe.runtime.transport.communicators import Communicators
+from autopipe.schedules import lower, make, turns
+from support.nccl.machine import COMPUTE, Operation, Program
+
+CUDA = torch.device("cuda", 0)
+
+
+class Work:
+    """The handle of an operation, as torch returns it."""
+
+    def __init__(self, recorder: Recorder, operation: Operation) -> None:
+        self.recorder, self.operation = recorder, operation
+
+    def wait(self) -> None:
+        """Order the compute stream after the operation; over gloo, the processor waits."""
+        if self.operation.stream is None:
+            self.recorder.add(self.operation)
+        else:
+            self.recorder.add(Operation("kernel", COMPUTE, (self.operation,), label="wait"))
+
+    def is_completed(self) -> bool:
+        """Return True: the check of connections at the start is not modelled."""
+        return True
+
+
+class Recorder:
+    """Stands in for ``torch.distributed`` and ``torch.cuda`` in one rank."""
+
+    ProcessGroupNCCL = types.SimpleNamespace(Options=lambda **options: options)
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.program = Program()
+        self.calls = 0  # of new_group
+        self.label = ""  # what the executor runs now
+        self._last: Operation | None = None  # the newest operation on the compute stream
+
+    def add(self, operation: Operation) -> Operation:
+        """Record an operation."""
+        operation.label = self.label
+        self.program.operations.append(operation)
+        if operation.stream == COMPUTE:
+            self._last = operation
+        return operation
+
+    def begin(self) -> None:
+        """Discard what was recorded so far: the check of connections."""
+        self.program.operations.clear()
+        self._last = None
+
+    def kernel(self) -> None:
+        """Record a kernel of a stage."""
+        self.add(Operation("kernel", COMPUTE))
+
+    # -- torch.distributed -----------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """Return the rank."""
+        return self.rank
+
+    def get_world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.world_size
+
+    def new_group(self, ranks: Sequence[int], backend: str = "gloo", **options: Any) -> Any:
+        """Return a group, which is the number of the call: the same on every rank."""
+        self.calls += 1
+        if backend == "nccl" and self.rank in ranks:
+            self.program.communicators.append(self.calls)
+        return types.SimpleNamespace(number=self.calls, ranks=tuple(ranks), backend=backend)
+
+    def isend(self, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Work:
+        """Record a send."""
+        if group is None:
+            return Work(self, self.add(Operation("gloo-send", tensor=(self.rank, peer, tag, tuple(tensor.shape)))))
+        return Work(self, self._transfer("send", group, tensor))
+
+    def irecv(self, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Work:
+        """Record a receive. Over gloo, it happens where it is waited for."""
+        if group is None:
+            return Work(self, Operation("gloo-receive", tensor=(peer, self.rank, tag, tuple(tensor.shape))))
+        return Work(self, self._transfer("receive", group, tensor))
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Work:
+        """Record a sum."""
+        return Work(self, self._transfer("sum", group, tensor))
+
+    def _transfer(self, kind: str, group: Any, tensor: torch.Tensor) -> Operation:
+        assert group.backend == "nccl" and tensor.is_cuda
+        after = () if self._last is None else (self._last,)  # torch orders the stream after the current one
+        return self.add(Operation(kind, group.number, after, tuple(tensor.shape), group.ranks))
+
+    # -- torch.cuda ------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Record that the processor waits for the compute stream."""
+        self.add(Operation("synchronize"))
+
+
+@contextlib.contextmanager
+def in_place(recorder: Recorder) -> Iterator[None]:
+    """Use the recorder in place of torch.distributed, and fake tensors in place of real ones."""
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        for module in (distributed, nccl):
+            patch.setattr(module, "dist", recorder)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: recorder)
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+        patch.setattr(distributed, "_Departures", _Departures)
+        yield
+
+
+class _Departures:
+    """Keeps nothing: a send over gloo is complete when it is recorded."""
+
+    def add(self, work: Work, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+
+class Run:
+    """A layout whose ranks are recorded."""
+
+    def __init__(self, schedule: str, spec: ScheduleSpec, edges: StageEdges) -> None:
+        self.spec = spec
+        self.schedule = lower(make(schedule, spec), edges)
+        self.messages = MessagePlan(
+            {edge: (f"f{edge}",) for edge in sorted(edges.forward)},
+            {edge: (f"b{edge}",) for edge in sorted(edges.backward)},
+            (),
+        )
+        self.channels = channels(self.messages, spec)
+        self.groups = sorted({ranks for ranks in spec.stage_ranks if len(ranks) > 1})
+        values = [value for part in (self.messages.forward, self.messages.backward) for value, *_ in part.values()]
+        # every message has its own shape, by which the model compares both ends
+        self.numbers = {value: index + 1 for index, value in enumerate(values)}
+
+    @functools.cached_property
+    def communicators(self) -> Communicators:
+        """The communicators of the run."""
+        return Communicators.of(self.channels, self.groups)
+
+    def record(self, rank: int) -> Recorder:
+        """Run one rank of the run, and return what it recorded."""
+        recorder = Recorder(rank, self.spec.num_ranks)
+        with in_place(recorder):
+            transport = distributed.ProcessTransport(
+                self.channels, self.groups, device=CUDA, communicators=self.communicators
+            )
+            recorder.begin()
+            executor = Executor(
+                plan=None,  # type: ignore[arg-type]  # the executor does not read it
+                request=self.spec,
+                runners={stage: _Runner(self, stage, recorder) for stage in range(self.spec.num_stages)},  # type: ignore[misc]
+                stepper=_Stepper(self, transport, recorder),  # type: ignore[arg-type]
+                transport=transport,
+                reporter=_Reporter(recorder),  # type: ignore[arg-type]
+            )
+            executor.run(turns(self.schedule, rank), self._minibatches())
+        return recorder
+
+    def _minibatches(self) -> dict[int, list[Microbatch]]:
+        first, m = self.spec.first_minibatch, self.spec.num_microbatches
+        recording: Any = types.SimpleNamespace(
+            name="",
+            message_plan=self.messages,
+            specs={v: TensorSpec((n, "i"), "float32") for v, n in self.numbers.items()},
+        )
+        return {
+            t: [Microbatch({}, 1.0, {"i": t * m + j + 1}, recording) for j in range(m)]
+            for t in range(first, first + self.spec.num_minibatches)
+        }
+
+    def values(self, edges: Mapping[Any, Sequence[str]], stage: int, key: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Return the values that a stage sends over these edges for a microbatch."""
+        number = key[0] * self.spec.num_microbatches + key[1] + 1
+        names = [value for edge, values in edges.items() if edge[0] == stage for value in values]
+        return {name: torch.empty((self.numbers[name], number), device=CUDA) for name in names}
+
+
+class _Runner:
+    def __init__(self, run: Run, stage: int, recorder: Recorder) -> None:
+        self.run, self.index, self.recorder = run, stage, recorder
+        code = types.SimpleNamespace(INPUTS=())
+        self.variants = {"": types.SimpleNamespace(code=code)}
+        self.versions = types.SimpleNamespace(use=lambda version: None)
+
+    def forward(self, key: tuple[int, int], *_: object) -> dict[str, torch.Tensor]:
+        self.recorder.kernel()
+        return self.run.values(self.run.messages.forward, self.index, key)
+
+    def backward(self, key: tuple[int, int], arrived: object) -> dict[str, torch.Tensor]:
+        self.recorder.kernel()
+        return self.run.values(self.run.messages.backward, self.index, key)
+
+    backward_inputs = backward
+
+    def backward_weights(self, key: tuple[int, int]) -> None:
+        self.recorder.kernel()
+
+
+class _Stepper:
+    """Sums the gradients of replicated stages: started in the last backward, waited for at R."""
+
+    def __init__(self, run: Run, transport: distributed.ProcessTransport, recorder: Recorder) -> None:
+        self.run, self.transport, self.recorder = run, transport, recorder
+        self.pending: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def overlapping(self, stage: int) -> Iterator[None]:
+        yield
+        self._start(stage)
+
+    def _start(self, stage: int) -> None:
+        ranks = self.run.spec.stage_ranks[stage]
+        if len(ranks) > 1:
+            self.pending[stage] = self.transport.start_all_reduce(ranks, torch.empty((stage + 1, 0, 7), device=CUDA))
+
+    def reduce(self, stage: int, minibatch: int) -> None:
+        if stage not in self.pending:
+            self._start(stage)
+        pending = self.pending.pop(stage, None)
+        if pending is not None:
+            pending.wait()
+
+    def step(self, stage: int, minibatch: int) -> None:
+        self.recorder.kernel()
+
+
+class _Reporter:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def at(self, activity: str, *, waiting: bool) -> None:
+        self.recorder.label = activity
+
+
+def recorded(run: Run, ranks: Sequence[int] | None = None) -> list[Recorder]:
+    """Record ranks of a run, all by default."""
+    return [run.record(rank) for rank in (range(run.spec.num_ranks) if ranks is None else ranks)]
