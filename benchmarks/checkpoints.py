@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import autopipe
-from autopipe.runtime.checkpoint.directory import unfinished, write_stage
+from autopipe.runtime.checkpoint.directory import Part, unfinished, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ def writing(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
         for name in ("plain", "ours") if index % 2 else ("ours", "plain"):
             place = unfinished(folder, index, "plan")
             if name == "ours":
-                took = seconds_of(lambda place=place: write_stage(place, 0, 1, snapshot, {}, {}))
+                took = seconds_of(lambda place=place: write_part(place, Part(0, snapshot), (1,)))
             else:
                 took = seconds_of(lambda: plain_write(folder / "plain", data))
                 (folder / "plain").unlink()

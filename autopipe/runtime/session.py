@@ -66,13 +66,13 @@ class RankSession:
     _audits: AuditWriter = field(init=False)
 
     def __post_init__(self) -> None:
-        stages, leads = len(self.context.plan.stages), self.transport.rank == 0
-        self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
+        writers, leads = [stage.replicas for stage in self.context.plan.stages], self.transport.rank == 0
+        self._saver = Saver(self.run.checkpoints, writers, keep=self.job.keep_checkpoints, leads=leads)
         if self.job.save or self.job.checkpoint_every or self.job.audit_every:
             self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
         every, pinned = self.job.audit_every, self.device.type == "cuda"
-        self._audits = AuditWriter(run.path, every, self._written, self._saver, self.reporter, pinned)
+        self._audits = AuditWriter(run.path, every, self._first_of, self._saver, self.reporter, pinned)
         self._recordings = Recordings(run, self.job, self.context, workload, self.transport, self.reporter, runners)
 
     @staticmethod
@@ -245,10 +245,15 @@ class RankSession:
                 stepper.averages.restore(index, source)
 
     @property
-    def _written(self) -> list[int]:
-        """The stages whose state this rank writes. Of replicas, the first writes."""
+    def _places(self) -> dict[int, int]:
+        """The stages of this rank, each with the place of the rank among its replicas."""
         stages = self.context.plan.stages
-        return [index for index in self.executor.runners if stages[index].ranks[0] == self.transport.rank]
+        return {index: stages[index].ranks.index(self.transport.rank) for index in self.executor.runners}
+
+    @property
+    def _first_of(self) -> list[int]:
+        """The stages of which this rank is the first replica."""
+        return [index for index, place in self._places.items() if place == 0]
 
     def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
         """Copy the state of this rank and start to write it. Rank 0 makes it the latest when all ranks have written.
@@ -272,7 +277,7 @@ class RankSession:
             options=state.options_of(plan, self.job),
         )
         saver = saver or self._saver
-        saver.save(manifest, self.executor.stepper, self._written, pinned=self.device.type == "cuda")
+        saver.save(manifest, self.executor.stepper, self._places, pinned=self.device.type == "cuda")
 
     def _report_saved(self) -> None:
         """Report the checkpoints that were finished. Raises: the failure of one that could not be written."""

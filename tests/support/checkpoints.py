@@ -6,11 +6,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.runtime.checkpoint.directory import (
-    finish,
-    unfinished,
-    write_stage,
-)
+from autopipe.runtime.checkpoint.directory import Part, finish, unfinished, write_part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
@@ -22,5 +18,5 @@ def save(folder: Path, step: int, keep: int = 0) -> Path:
             f"model.w{stage}": torch.full((3,), float(step + stage)),
             f"optimizer.w{stage}.step": torch.tensor(step),
         }
-        write_stage(temporary, stage, 2, Snapshot.of(tensors), StageState((f"w{stage}",)))
-    return finish(folder, temporary, 2, Manifest(step, 0, step, 0, "g", "p", ()), keep)
+        write_part(temporary, Part(stage, Snapshot.of(tensors), StageState((f"w{stage}",))), (1, 1))
+    return finish(folder, temporary, (1, 1), Manifest(step, 0, step, 0, "g", "p", ()), keep)

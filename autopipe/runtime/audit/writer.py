@@ -41,7 +41,7 @@ class AuditWriter:
     run: Path
     # minibatches from one audit to the next; 0: no audits
     every: int
-    # the stages whose state this rank writes
+    # the stages whose state after the step this rank writes
     stages: Sequence[int]
     # writes the checkpoints of this rank
     checkpoints: Saver
@@ -160,7 +160,7 @@ class AuditWriter:
         """
         end = time.monotonic() + _TIMEOUT_SECONDS
         while not files.before.is_dir() or not all(
-            files.after_stage(s).is_file() for s in range(self.checkpoints.num_stages)
+            files.after_stage(s).is_file() for s in range(len(self.checkpoints.writers))
         ):
             if failure := files.first_failure():
                 raise RunError(failure)

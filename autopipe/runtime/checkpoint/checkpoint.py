@@ -1,6 +1,7 @@
 """``Checkpoint``: reads a finished checkpoint. Every file that is read is compared with its SHA-256.
 
-Any plan can load what any other plan saved, because tensors are kept under the model's own names.
+Any plan can load what any other plan saved, because tensors are kept under the model's own names. A tensor may lie in
+several files; it is read as a whole.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from autopipe import sparse
 from autopipe.errors import ArtifactError
 from autopipe.ir import artifact
 from autopipe.runtime.checkpoint.directory import directory_of, steps
-from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState, TensorSlice
 
-_FILE = re.compile(r"stage-\d+-of-\d+\.safetensors")
+_FILE = re.compile(r"stage-\d+-of-\d+(\.part-\d+-of-\d+)?\.safetensors")
+_REMEDY = "resume from an earlier checkpoint (--resume STEP)"
 
 
 def intact(checkpoints: Path) -> list[int]:
@@ -45,13 +48,24 @@ class Checkpoint:
         self.manifest = artifact.load(
             Manifest, directory / "manifest.json", renew="an earlier checkpoint (--resume STEP)"
         )
-        self._file_of: dict[str, str] = {}
+        # name -> file -> what the file has of it, None: all
+        self._slices: dict[str, dict[str, TensorSlice | None]] = {}
         for stage in self.manifest.files:
             if not _FILE.fullmatch(stage.file):
                 raise ArtifactError(
                     f"{stage.file!r} is not the name of a stage's file", where=str(directory / "manifest.json")
                 )
-            self._file_of.update(dict.fromkeys(stage.tensors, stage.file))
+            for name in stage.tensors:
+                self._slices.setdefault(name, {})[stage.file] = stage.slices.get(name)
+        for name, slices in self._slices.items():
+            if set(slices.values()) == {None}:  # a buffer that several stages have is read from one
+                self._slices[name] = dict([slices.popitem()])
+            elif not _complete(list(slices.values())):
+                raise ArtifactError(
+                    f"manifest.json is damaged: it does not list every slice of {name!r} once",
+                    where=str(directory / "manifest.json"),
+                    remedy=_REMEDY,
+                )
         self._verified: set[str] = set()
 
     def verify(self) -> None:
@@ -64,12 +78,14 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, by name."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for stage in self.manifest.files:
-            with _opened(self._verify(stage.file)) as file:
-                keys = sparse.names_in(file.keys())
-                shapes.update({name: sparse.shape_of(keys[name], name, file) for name in stage.tensors})
-        return shapes
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for file, own in self._by_file(self.names).items():
+            with _opened(self._verify(file)) as opened:
+                keys = sparse.names_in(opened.keys())
+                for name in own:
+                    shape = sparse.shape_of(keys[name], name, opened)
+                    parts.setdefault(name, {})[file] = torch.empty(shape, device="meta")
+        return {name: tuple(self._joined(name, tensors).shape) for name, tensors in parts.items()}
 
     @staticmethod
     def latest(checkpoints: Path) -> Checkpoint | None:
@@ -79,49 +95,77 @@ class Checkpoint:
 
     @property
     def stages(self) -> tuple[StageState, ...]:
-        """The training state of each stage."""
+        """The training state of each file; empty for a file that is not the first of its stage."""
         return tuple(stage.training for stage in self.manifest.files)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
-        return tuple(sorted(self._file_of))
+        return tuple(sorted(self._slices))
 
     def _verify(self, file: str) -> Path:
         path = self.directory / file
         if file in self._verified:
             return path
         expected = next(stage for stage in self.manifest.files if stage.file == file)
-        remedy = "resume from an earlier checkpoint (--resume STEP)"
         if not path.is_file():
-            raise ArtifactError(f"{file} is missing from the checkpoint", where=str(path), remedy=remedy)
+            raise ArtifactError(f"{file} is missing from the checkpoint", where=str(path), remedy=_REMEDY)
         try:
             same = path.stat().st_size == expected.bytes and _sha256(path) == expected.sha256
         except OSError as error:
-            raise ArtifactError(f"{file} cannot be read: {error.strerror}", where=str(path), remedy=remedy) from None
+            raise ArtifactError(f"{file} cannot be read: {error.strerror}", where=str(path), remedy=_REMEDY) from None
         if not same:
-            raise ArtifactError(f"{file} is not what was written: its SHA-256 differs", where=str(path), remedy=remedy)
+            raise ArtifactError(f"{file} is not what was written: its SHA-256 differs", where=str(path), remedy=_REMEDY)
         self._verified.add(file)
         return path
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Return the named tensors, reading only them. Raises: ArtifactError for a name that the checkpoint lacks."""
-        missing = [name for name in names if name not in self._file_of]
+        missing = [name for name in names if name not in self._slices]
         if missing:
             raise ArtifactError(
                 f"the checkpoint does not hold {missing[0]!r} ({len(missing)} missing)", where=str(self.directory)
             )
-        tensors: dict[str, torch.Tensor] = {}
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._file_of[name], []).append(name)
-        for file, wanted in by_file.items():
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for file, wanted in self._by_file(names).items():
             with _opened(self._verify(file)) as opened:
                 keys = sparse.names_in(opened.keys())
                 for name in wanted:
                     # a copy: the file may be removed, and kernels round by how memory is aligned
-                    tensors[name] = sparse.decoded(keys[name], name, opened.get_tensor).clone()
-        return tensors
+                    tensor = sparse.decoded(keys[name], name, opened.get_tensor).clone()
+                    parts.setdefault(name, {})[file] = tensor
+        return {name: self._joined(name, parts[name]) for name in names}
+
+    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the files that have some of ``names``, with the names that each has."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            for file in self._slices[name]:
+                by_file.setdefault(file, []).append(name)
+        return by_file
+
+    def _joined(self, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor from what each file has of it."""
+        slices = {part.index: file for file, part in self._slices[name].items() if part is not None}
+        (taken, *_), (whole, *_) = self._slices[name].values(), parts.values()
+        if taken is None:
+            return whole
+        dim = taken.dim
+        try:
+            blocks = [torch.unflatten(parts[slices[i]], dim, (taken.blocks, -1)) for i in range(taken.count)]
+            return torch.cat(blocks, dim=dim + 1).flatten(dim, dim + 1)
+        except (RuntimeError, IndexError) as error:
+            raise ArtifactError(
+                f"the slices of {name!r} do not fit together: {error}", where=str(self.directory), remedy=_REMEDY
+            ) from None
+
+
+def _complete(slices: Sequence[TensorSlice | None]) -> bool:
+    """Return whether these are all slices of one tensor."""
+    first = slices[0]
+    if first is None or len(slices) != first.count:
+        return False
+    return set(slices) == {replace(first, index=index) for index in range(first.count)}
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The directories of checkpoints: one a step, with a file of tensors for each stage, and a manifest.
+"""The directories of checkpoints: one a step, with a file of tensors for each writer of a stage, and a manifest.
 
 A checkpoint is written to ``step-N.PLAN.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash
 leaves the old checkpoint or the new one, never a mixture. Nothing in it can run code.
@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
-from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState
+from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState, TensorSlice
+from autopipe.runtime.checkpoint.sharing import refuse_unequal_replicas
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -39,6 +40,31 @@ def steps(checkpoints: Path) -> list[int]:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one writer of a stage writes into a checkpoint."""
+
+    stage: int
+    # the tensors that it writes, copied
+    snapshot: Snapshot
+    # as in ``StageFile``
+    training: StageState = field(default_factory=StageState)
+    ties: dict[str, int] = field(default_factory=dict)
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
+    # which of the writers of the stage
+    writer: int = 0
+    # of the tensors that all writers of the stage must hold bit for bit
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """The description of a part that is in an unfinished checkpoint."""
+
+    file: StageFile
+    checksums: dict[str, int]
+
+
 def unfinished(checkpoints: Path, step: int, plan_digest: str) -> Path:
     """Return the directory in which a step's checkpoint is written.
 
@@ -48,54 +74,66 @@ def unfinished(checkpoints: Path, step: int, plan_digest: str) -> Path:
     return checkpoints / f"step-{step:08d}.{plan_digest}.tmp"
 
 
-def description(temporary: Path, index: int) -> Path:
-    """Return the file whose presence, in an unfinished checkpoint, means that a stage has written its part."""
-    return temporary / f"stage-{index}.json"
+def file_name(stage: int, writer: int, writers: Sequence[int]) -> str:
+    """Return the name of the file of one writer of a stage. ``writers``: the number of writers of each stage."""
+    part = f".part-{writer}-of-{writers[stage]}" if writers[stage] > 1 else ""
+    return f"stage-{stage}-of-{len(writers)}{part}.safetensors"
 
 
-def write_stage(
-    temporary: Path,
-    index: int,
-    num_stages: int,
-    snapshot: Snapshot,
-    training: StageState,
-    ties: dict[str, int] | None = None,
-) -> None:
-    """Write the file of one stage and its description into an unfinished checkpoint.
+def descriptions(temporary: Path, writers: Sequence[int]) -> dict[tuple[int, int], Path]:
+    """Return, for each stage and writer, the file that is present once its part of an unfinished checkpoint is."""
+    return {
+        (stage, writer): (temporary / file_name(stage, writer, writers)).with_suffix(".json")
+        for stage, count in enumerate(writers)
+        for writer in range(count)
+    }
+
+
+def write_part(temporary: Path, part: Part, writers: Sequence[int]) -> None:
+    """Write the file of one writer of a stage, and then its description, into an unfinished checkpoint.
 
     Raises: ArtifactError if the disk refuses it.
     """
-    name = f"stage-{index}-of-{num_stages}.safetensors"
+    name = file_name(part.stage, part.writer, writers)
     path = temporary / name
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        sha256, size = snapshot.write(path)
+        sha256, size = part.snapshot.write(path)
     except OSError as error:
         raise ArtifactError(
-            f"the checkpoint of stage {index} cannot be written: {error.strerror or error}",
+            f"the checkpoint of stage {part.stage} cannot be written: {error.strerror or error}",
             where=str(path),
             remedy="make room on the disk; --keep-checkpoints says how many stay",
         ) from error
-    artifact.save(StageFile(name, sha256, size, snapshot.names, training, ties or {}), description(temporary, index))
+    file = StageFile(name, sha256, size, part.snapshot.names, part.training, part.ties, part.slices)
+    artifact.save(WrittenPart(file, part.checksums), descriptions(temporary, writers)[part.stage, part.writer])
 
 
-def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manifest, keep: int) -> Path:
+def finish(checkpoints: Path, temporary: Path, writers: Sequence[int], manifest: Manifest, keep: int) -> Path:
     """Collect the parts of all stages in the manifest, make the checkpoint the latest one, and return its directory.
 
-    ``keep`` is how many of the newest checkpoints are kept; 0 keeps all.
+    ``writers`` is the number of writers of each stage, ``keep`` how many of the newest checkpoints are kept; 0 keeps
+    all.
 
-    Raises: ArtifactError if it cannot be written; RunError if the copies of a tied parameter differ.
+    Raises: ArtifactError if it cannot be written; RunError if the copies of a tied parameter or the replicas of a stage
+    differ.
     """
-    files = tuple(
-        artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")
-        for index in range(num_stages)
-    )
+    described = descriptions(temporary, writers)
+    parts = {
+        place: artifact.load(WrittenPart, path, renew="save the checkpoint again") for place, path in described.items()
+    }
+    for stage, count in enumerate(writers):
+        if count > 1:
+            own = [parts[stage, writer] for writer in range(count)]
+            written = [name for part in own for name in part.file.tensors if name not in part.file.slices]
+            refuse_unequal_replicas(stage, [part.checksums for part in own], written)
+    files = tuple(part.file for part in parts.values())
     _refuse_unequal_ties(files)
     final = directory_of(checkpoints, manifest.step)
     artifact.save(replace(manifest, files=files), temporary / "manifest.json")
     try:
-        for index in range(num_stages):
-            description(temporary, index).unlink()
+        for path in described.values():
+            path.unlink()
         _sync_directory(temporary)
         if final.exists():
             _remove(final)

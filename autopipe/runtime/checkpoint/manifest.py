@@ -22,17 +22,38 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """What a file has of a tensor that lies in several files.
+
+    Dimension ``dim`` consists of ``blocks`` equal blocks, and each block of ``count`` ranges; the file has range
+    ``index`` of every block. A fused weight of queries, keys and values has 3 blocks, one for each.
+    """
+
+    dim: int
+    index: int
+    count: int
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < 0 or self.blocks < 1 or not 0 <= self.index < self.count:
+            raise ValueError("a slice has a dimension from 0, at least one block, and an index below its count")
+
+
+@dataclass(frozen=True, slots=True)
 class StageFile:
-    """One file of tensors, written by one stage."""
+    """One file of tensors. A stage has one for each of its writers."""
 
     file: str
     sha256: str
     bytes: int
     # the names in the file, such as ``model.wte.weight``
     tensors: tuple[str, ...]
+    # empty, except in the file of the first writer of a stage
     training: StageState = StageState()
     # a checksum of every tied parameter that the stage has, as owner or as copy: copies must be equal bit for bit
     ties: dict[str, int] = field(default_factory=dict)
+    # for each tensor of which other files have the rest
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
     # written by an earlier format; nothing reads them
     groups: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -81,4 +102,4 @@ class Manifest:
         if min(self.step, self.epoch, self.position, self.good_steps, self.scale) < 0:
             raise ValueError("steps, epochs, positions and the scale of the loss must not be negative")
         if len({stage.file for stage in self.files}) < len(self.files):
-            raise ValueError("two stages have the same file")
+            raise ValueError("a file is listed twice")

@@ -5,16 +5,15 @@
     training thread   ... | copy | next minibatches ...            | copy | ...
     writing thread               | write, fsync | (rank 0: wait for the others, rename, latest, retention)
 
-At most one checkpoint is in flight: a second one waits for the first. Each stage writes a description next to its file,
-which tells rank 0 that the file is written, so training exchanges nothing. If writing fails, the rank fails at its next
-minibatch.
+At most one checkpoint is in flight: a second one waits for the first. The replicas of a stage write a part of it each.
+A description next to each file tells rank 0 that the file is written, so training exchanges nothing. If writing fails,
+the rank fails at its next minibatch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from autopipe.errors import ArtifactError
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
+from autopipe.runtime.checkpoint.directory import Part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.sharing import bits, checksums, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
 
@@ -33,34 +34,22 @@ FINISH_SECONDS = 5.0
 """How long a rank that fails waits for the checkpoint in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one stage writes into a checkpoint."""
-
-    stage: int
-    # its tensors, copied
-    snapshot: Snapshot
-    # as in ``StageFile``
-    training: StageState
-    ties: dict[str, int] = field(default_factory=dict)
-
-
 class Saver:
     """Writes the checkpoints of one rank.
 
     Args:
         directory: of the checkpoints.
-        num_stages: how many stages write a part of each checkpoint.
+        writers: for each stage, how many ranks write a part of it.
         keep: how many of the newest checkpoints are kept; 0 keeps all.
-        leads: this rank finishes a checkpoint when all stages have written their parts.
+        leads: this rank finishes a checkpoint when all parts are written.
         timeout_seconds: how long it waits for them. A rank that failed is detected elsewhere long before.
 
     """
 
     def __init__(
-        self, directory: Path, num_stages: int, *, keep: int, leads: bool, timeout_seconds: float = 600.0
+        self, directory: Path, writers: Sequence[int], *, keep: int, leads: bool, timeout_seconds: float = 600.0
     ) -> None:
-        self.directory, self.num_stages, self.keep, self.leads = directory, num_stages, keep, leads
+        self.directory, self.writers, self.keep, self.leads = directory, tuple(writers), keep, leads
         self.timeout_seconds = timeout_seconds
         self._thread: threading.Thread | None = None
         self._step = -1
@@ -91,33 +80,42 @@ class Saver:
 
     def for_directory(self, directory: Path) -> Saver:
         """Return a saver that writes the same state into another directory and keeps everything it writes."""
-        saver = Saver(directory, self.num_stages, keep=0, leads=self.leads, timeout_seconds=self.timeout_seconds)
+        saver = Saver(directory, self.writers, keep=0, leads=self.leads, timeout_seconds=self.timeout_seconds)
         saver._initial = self._initial
         return saver
 
-    def save(self, manifest: Manifest, stepper: Stepper, stages: Sequence[int], *, pinned: bool = False) -> None:
-        """Copy the state of ``stages`` into the buffers of the previous checkpoint, and start to write it.
+    def save(self, manifest: Manifest, stepper: Stepper, places: Mapping[int, int], *, pinned: bool = False) -> None:
+        """Copy the state of some stages into the buffers of the previous checkpoint, and start to write it.
+
+        ``places``: which of the writers of each of these stages this rank is.
 
         Raises: the failure of the previous checkpoint; RunError for a state that a checkpoint cannot hold.
         """
         self.wait()
         parts = []
-        for stage in stages:
+        for stage, writer in places.items():
             owned = stepper.owned(stage)
             stored, tensors = StageState(tuple(owned)), dict[str, torch.Tensor]()
             if (training := stepper.training(stage)) is not None:
                 stored, tensors = training.state(stage, self._initial[stage])
             averages = {} if stepper.averages is None else stepper.averages.of(stage)
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
+            tensors = {**state.collect(stepper.runners[stage], owned), **tensors}
+            counted: dict[str, int] = {}
+            if (num_writers := self.writers[stage]) > 1:
+                counters = state.counters(stepper.runners[stage])
+                counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
+                tensors = share(tensors, writer, num_writers, counters)
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
-            snapshot.take({**state.collect(stepper.runners[stage], owned), **tensors})
+            snapshot.take(tensors)
             parameters = stepper.parameters(stage)
             ties = {
-                tie.parameter: state.bits(parameters[tie.parameter])
+                tie.parameter: bits(parameters[tie.parameter])
                 for tie in stepper.ties.moving
                 if tie.parameter in parameters
             }
-            parts.append(Part(stage, snapshot, stored, ties))
+            training_state = stored if writer == 0 else StageState()
+            parts.append(Part(stage, snapshot, training_state, ties, writer=writer, checksums=counted))
         self.write(manifest, parts)
 
     def write(self, manifest: Manifest, parts: Sequence[Part]) -> None:
@@ -178,25 +176,27 @@ class Saver:
         try:
             temporary = checkpoints.unfinished(self.directory, manifest.step, manifest.plan_digest)
             for part in parts:
-                checkpoints.write_stage(temporary, part.stage, self.num_stages, part.snapshot, part.training, part.ties)
+                checkpoints.write_part(temporary, part, self.writers)
             if self.leads and self._all_written(temporary):
-                path = checkpoints.finish(self.directory, temporary, self.num_stages, manifest, self.keep)
+                path = checkpoints.finish(self.directory, temporary, self.writers, manifest, self.keep)
                 self._finished.append((manifest.step, path))
         except BaseException as error:
             self._failure = error
 
     def _all_written(self, temporary: Path) -> bool:
-        """Wait for the stages of the other ranks; False if cancelled. Raises: ArtifactError if one times out."""
-        missing = set(range(self.num_stages))
+        """Wait for the parts of the other ranks; False if cancelled. Raises: ArtifactError if one times out."""
+        missing = checkpoints.descriptions(temporary, self.writers)
         polls = int(self.timeout_seconds / POLL_SECONDS)
         while polls := polls - 1:
-            missing = {stage for stage in missing if not checkpoints.description(temporary, stage).is_file()}
+            missing = {place: path for place, path in missing.items() if not path.is_file()}
             if not missing:
                 return True
             if self._cancelled.wait(POLL_SECONDS):
                 return False
+        stage, writer = min(missing)
         raise ArtifactError(
-            f"stage {min(missing)} has not written its part of the checkpoint after {self.timeout_seconds:.0f} s",
+            f"stage {stage} has not written its part of the checkpoint after {self.timeout_seconds:.0f} s: "
+            f"{checkpoints.file_name(stage, writer, self.writers)} is missing",
             where=str(temporary),
             remedy="every rank must see the same run directory: put it on a shared disk (--run-dir)",
         )

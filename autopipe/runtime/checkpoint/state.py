@@ -31,6 +31,14 @@ def buffers(runner: StageRunner) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in runner.stage.named_buffers() if name not in constants}
 
 
+def counters(runner: StageRunner) -> set[str]:
+    """Return the names in a checkpoint of the buffers that replicas do not average, such as counters of batches.
+
+    The first replica of a stage writes them.
+    """
+    return {f"model.{name}" for name, buffer in buffers(runner).items() if not buffer.is_floating_point()}
+
+
 def options_of(plan: Plan, job: Job) -> TrainingOptions:
     """Return the options that decide the training results, for the manifest."""
     spec = plan.workload
@@ -58,12 +66,6 @@ def collect(runner: StageRunner, owned: Mapping[str, nn.Parameter]) -> dict[str,
                 if name in owned:
                     tensors[f"version.{version}.{name}"] = tensor
     return tensors
-
-
-def bits(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor: the sum of its bit patterns, which any accidental difference changes."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
 
 
 def restore(

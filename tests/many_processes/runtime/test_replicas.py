@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands
+from support.commands import Commands, wait_for_steps
 from support.oracle import train as plain
 from support.oracle_order import Order
 
@@ -64,6 +65,29 @@ def test_a_run_with_clipping_equals_the_oracle(ranks: int, replicas: str, comman
     assert exported.keys() == model.state_dict().keys()
     unequal = [name for name, value in model.state_dict().items() if not torch.equal(exported[name], value)]
     assert not unequal
+
+
+def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL.replace("range(6)", "range(400)"))
+    words = ["train", "net.py", "--replicas", "auto", "--schedule", "1f1b", "--device", "cpu", "--batch-size", "24"]
+    words += ["--num-microbatches", "6", "--microbatch-sizes", "4", "--steps", "300"]
+    every = ("--run-dir", "run", "--checkpoint-every", "5", "--keep-checkpoints", "0")
+    process = commands.start(*words, "--gpus", "3", *every, "--elastic", "--json")
+    wait_for_steps(tmp_path / "run", process, count=12)[1].kill()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    document = json.loads(out)
+    (restart,) = document["restarts"]
+    assert (restart["ranks"], document["ranks"], document["step"]) == (2, 2, 300)
+    written = tmp_path / "run" / "checkpoints" / f"step-{restart['from_step']:08d}"
+    assert list(written.glob("stage-*.part-1-of-*.safetensors"))
+    # resuming by command from the same checkpoint trains the same
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    commands.run(*words, "--gpus", "2", "--run-dir", "copy", "--resume", str(restart["from_step"]))
+    for run in ("run", "copy"):
+        commands.run("export", run, "-o", f"{run}.safetensors")
+    resumed, elastic = load_file(tmp_path / "copy.safetensors"), load_file(tmp_path / "run.safetensors")
+    assert [name for name in elastic if not torch.equal(resumed[name], elastic[name])] == []
 
 
 def namespace() -> dict[str, Any]:

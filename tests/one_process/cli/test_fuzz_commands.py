@@ -22,7 +22,7 @@ from autopipe.launch.remote.protocol import Message, decode
 from autopipe.report.results import CheckReport
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState, TensorSlice
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 MODEL = """
@@ -194,11 +194,16 @@ def test_a_settings_section_that_is_not_a_table_is_a_usage_error(tmp_path: Path,
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     temporary = folder / "step-00000002.tmp"
-    for index in range(2):
-        tensors = {f"model.w{index}": torch.ones(3), f"optimizer.w{index}.step": torch.tensor(2.0)}
+    writers = (1, 2)  # both of stage 1 have a slice of w1
+    for index, writer in ((0, 0), (1, 0), (1, 1)):
+        tensors = {f"model.w{index}": torch.ones(3 if index == 0 else 1 + writer)}
+        if writer == 0:
+            tensors[f"optimizer.w{index}.step"] = torch.tensor(2.0)
         state = StageState((f"w{index}",), {"optimizer": {"is": "dict", "class": "dict", "items": []}})
-        checkpoints.write_stage(temporary, index, 2, Snapshot.of(tensors), state)
-    return checkpoints.finish(folder, temporary, 2, Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
+        slices = {"model.w1": TensorSlice(0, writer, 2)} if index == 1 else {}
+        part = checkpoints.Part(index, Snapshot.of(tensors), state, slices=slices, writer=writer)
+        checkpoints.write_part(temporary, part, writers)
+    return checkpoints.finish(folder, temporary, writers, Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
 
 
 def open_and_read(folder: Path) -> dict[str, torch.Tensor] | None:

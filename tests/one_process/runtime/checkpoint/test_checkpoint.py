@@ -14,14 +14,14 @@ from support.checkpoints import save
 from autopipe.errors import ArtifactError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
 from autopipe.runtime.checkpoint.directory import (
+    Part,
     clear_unfinished,
     directory_of,
     set_aside,
     steps,
     unfinished,
-    write_stage,
+    write_part,
 )
-from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 
@@ -51,7 +51,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), StageState())
+    write_part(unfinished(tmp_path, 2, "p"), Part(0, Snapshot.of({"model.w0": torch.zeros(1)})), (1, 1))
     assert steps(tmp_path) == [1]
     save(tmp_path, 2)
     assert steps(tmp_path) == [1, 2]
@@ -94,7 +94,7 @@ def test_a_failure_to_write_is_reported(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
-        write_stage(blocked / "step", 0, 1, Snapshot.of({"model.w": torch.zeros(1)}), StageState())
+        write_part(blocked / "step", Part(0, Snapshot.of({"model.w": torch.zeros(1)})), (1,))
 
 
 def test_the_steps_of_intact_checkpoints_are_listed(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.checkpoint.directory import unfinished, write_stage
+from autopipe.runtime.checkpoint.directory import Part, unfinished, write_part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
-from autopipe.runtime.checkpoint.saver import Part, Saver
+from autopipe.runtime.checkpoint.saver import Saver
+from autopipe.runtime.checkpoint.sharing import bits
 from autopipe.runtime.checkpoint.snapshot import Snapshot
-from autopipe.runtime.checkpoint.state import bits
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
@@ -32,7 +32,7 @@ def manifest(step: int) -> Manifest:
 
 
 def part(stage: int, **tensors: torch.Tensor) -> Part:
-    return Part(stage, Snapshot.of(tensors), StageState())
+    return Part(stage, Snapshot.of(tensors))
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def test_a_dtype_that_the_format_lacks_is_named() -> None:
 
 
 def test_rank_0_finishes_a_checkpoint_once_the_others_have_written(tmp_path: Path) -> None:
-    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first, second = Saver(tmp_path, (1, 1), keep=0, leads=True), Saver(tmp_path, (1, 1), keep=0, leads=False)
     first.write(manifest(3), [part(0, a=torch.ones(2))])
     assert first.finished() == []
     assert checkpoints.steps(tmp_path) == []
@@ -107,11 +107,11 @@ def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest
         most[0] = max(most)
         most.append(writing[0])
         go_on.wait(10)
-        write_stage(*args)
+        write_part(*args)
         writing[0] -= 1
 
-    monkeypatch.setattr(checkpoints, "write_stage", slow)
-    saver = Saver(tmp_path, 1, keep=0, leads=True)
+    monkeypatch.setattr(checkpoints, "write_part", slow)
+    saver = Saver(tmp_path, (1,), keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     assert saver.finished() == []  # training continues while it is written
     go_on.set()
@@ -124,7 +124,7 @@ def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest
 def test_a_failure_while_writing_is_raised_in_training(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    saver = Saver(blocked, 1, keep=0, leads=True)
+    saver = Saver(blocked, (1,), keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
         saver.wait()
@@ -133,7 +133,7 @@ def test_a_failure_while_writing_is_raised_in_training(tmp_path: Path) -> None:
 
 
 def test_a_missing_stage_is_named(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 2, keep=0, leads=True, timeout_seconds=0.05)
+    saver = Saver(tmp_path, (1, 1), keep=0, leads=True, timeout_seconds=0.05)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     with pytest.raises(ArtifactError, match="stage 1 has not written its part") as caught:
         saver.wait()
@@ -141,10 +141,10 @@ def test_a_missing_stage_is_named(tmp_path: Path) -> None:
 
 
 def test_files_of_an_attempt_with_another_plan_are_not_used(tmp_path: Path) -> None:
-    cut_off = Saver(tmp_path, 4, keep=0, leads=False)
+    cut_off = Saver(tmp_path, (1, 1, 1, 1), keep=0, leads=False)
     cut_off.write(replace(manifest(3), plan_digest="q"), [part(1, b=torch.ones(2))])
     cut_off.wait()
-    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first, second = Saver(tmp_path, (1, 1), keep=0, leads=True), Saver(tmp_path, (1, 1), keep=0, leads=False)
     first.write(manifest(3), [part(0, a=torch.ones(2))])
     second.write(manifest(3), [part(1, b=torch.zeros(2))])
     first.wait()
@@ -154,7 +154,7 @@ def test_files_of_an_attempt_with_another_plan_are_not_used(tmp_path: Path) -> N
 
 
 def test_a_failed_session_does_not_wait_for_others(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 2, keep=0, leads=True)
+    saver = Saver(tmp_path, (1, 1), keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     saver.cancel()
     saver.wait()
@@ -169,7 +169,7 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
     assert bits(weight) == bits(weight.t().contiguous().t()) != bits(other)
 
     def save(step: int, copy: torch.Tensor) -> Saver:
-        saver = Saver(tmp_path, 2, keep=0, leads=True)
+        saver = Saver(tmp_path, (1, 1), keep=0, leads=True)
         parts = [Part(0, Snapshot.of({"w": weight}), StageState(), {"w": bits(weight)})]
         parts.append(Part(1, Snapshot.of({"b": weight}), StageState(), {"w": bits(copy)}))
         saver.write(manifest(step), parts)
@@ -182,7 +182,7 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
 
 
 def test_a_failed_rank_first_finishes_the_checkpoint_in_flight(tmp_path: Path) -> None:
-    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first, second = Saver(tmp_path, (1, 1), keep=0, leads=True), Saver(tmp_path, (1, 1), keep=0, leads=False)
     second.wait_up_to()  # no checkpoint is in flight
     second.write(manifest(3), [part(1, b=torch.zeros(2))])
     first.write(manifest(3), [part(0, a=torch.ones(2))])

@@ -1,0 +1,87 @@
+"""How the replicas of a stage share the writing of its state, and the test that they hold the same state.
+
+Each replica writes whole tensors, about the same number of bytes as the others. A checkpoint would be a mixture of
+different states if the replicas were not equal bit for bit, so each also reports a checksum of every shared tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from autopipe import sparse
+from autopipe.errors import RunError
+
+
+def share(
+    tensors: Mapping[str, torch.Tensor], writer: int, num_writers: int, unshared: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that one of the writers of a stage writes. ``unshared``: those that only the first writes.
+
+    The largest tensor goes first, always to the writer with the fewest bytes, so every writer computes the same shares.
+    """
+    num_bytes = {name: _num_bytes(tensor) for name, tensor in tensors.items()}
+    loads = [0] * num_writers
+    chosen = []
+    for name in sorted(tensors, key=lambda name: (name not in unshared, -num_bytes[name], name)):
+        place = 0 if name in unshared else loads.index(min(loads))
+        loads[place] += num_bytes[name]
+        if place == writer:
+            chosen.append(name)
+    return {name: tensors[name] for name in chosen}
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in sparse.stored(tensor))
+
+
+def bits(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor: the sum of its bytes as 64-bit words, which any accidental difference changes."""
+    return int(_sum(tensor))
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the ``bits`` of every tensor, of a sparse one those of each part. Each device is read once."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in sparse.encoded(tensors).items():
+        by_device.setdefault(tensor.device, {})[name] = _sum(tensor)
+    return {
+        name: number
+        for sums in by_device.values()
+        for name, number in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    }
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    end = data.numel() // 8 * 8
+    words = data[:end]
+    if words.storage_offset() % 8:
+        words = words.clone()  # torch views only aligned memory as 64-bit words
+    return words.view(torch.int64).sum() + data[end:].sum(dtype=torch.int64)
+
+
+def refuse_unequal_replicas(stage: int, replicas: Sequence[Mapping[str, int]], written: Iterable[str]) -> None:
+    """Refuse a checkpoint whose replicas of a stage do not hold the same state.
+
+    ``replicas`` are their ``checksums``, ``written`` the names of the tensors in all their files.
+
+    Raises: RunError naming the first tensor that differs.
+    """
+    first, *others = replicas
+    for number, other in enumerate(others, start=1):
+        if other != first:
+            name = min(name for name in {**first, **other} if first.get(name) != other.get(name))
+            raise _unequal(stage, number, name)
+    written = list(written)
+    if len(written) != len(set(written)) or set(sparse.names_in(first)) - set(written):
+        raise _unequal(stage, 1, "the sizes of its tensors")
+
+
+def _unequal(stage: int, number: int, name: str) -> RunError:
+    return RunError(
+        f"the replicas of stage {stage} are no longer equal: replica {number} differs from replica 0 in {name}",
+        remedy="resume from an earlier checkpoint (--resume STEP); remove the forward, hook or callback that computes "
+        "another value on each rank, or train with --replicas never",
+    )
