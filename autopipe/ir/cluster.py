@@ -164,6 +164,22 @@ class Cluster:
         """Return the memory of a rank's device in bytes; 0 (no limit) for a rank beyond a list of unequal devices."""
         return self.device(rank).memory_bytes if rank < self.num_ranks or len(self.devices) == 1 else 0
 
+    def span(self, first: int, last: int) -> Level:
+        """Return the narrowest link, as a level, of a message between two of the ranks from ``first`` to ``last``."""
+        link = self.link(first, last)
+        levels = self.levels[: self.levels.index(link) + 1]
+        used = [level for level in levels if level.count > 1] or [link]
+        ring = min(level.ring_bandwidth for level in used)
+        return Level("", 1, min(x.bandwidth for x in used), max(x.latency_seconds for x in used), ring)
+
+    def levels_in_use(self, num_ranks: int) -> int:
+        """Return the number of levels of links between the first ``num_ranks`` ranks."""
+        width, used = 1, 0
+        for level in self.levels:
+            used += level.count > 1 and width < num_ranks
+            width *= level.count
+        return used
+
     def link(self, a: int, b: int) -> Level:
         """Return the innermost level that contains both ranks."""
         size = 1

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from autopipe.errors import PlanError
+from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
@@ -89,8 +89,9 @@ def make_best_plan(
 ) -> Plan:
     """Return the fastest plan over several options, such as schedules or numbers of stages per rank.
 
-    Options without a plan are skipped. A plan of later options must be faster than the best one before by the fraction
-    ``least_gain``. An interrupt has the same effect as in ``make_plan``.
+    Options without a plan are skipped, and so are those with equal replicas that cannot beat the best plan before. A
+    plan of later options must be faster than the best one before by the fraction ``least_gain``. An interrupt has the
+    same effect as in ``make_plan``.
 
     Raises: PlanError of the first options if none of them has a plan.
     """
@@ -101,6 +102,8 @@ def make_best_plan(
     for done, options in enumerate(choices):
         each = (progress.tried - before) // done if done else 1
         progress.total = progress.tried + each * (len(choices) - done)
+        if options.replicas > 1 and best is not None and cannot_beat(best, profile, cluster, options):
+            continue
         try:
             plan = make_plan(profile, cluster, options, score=score, progress=progress)
         except PlanError as error:
@@ -120,6 +123,26 @@ def make_best_plan(
     return best
 
 
+def cannot_beat(best: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
+    """Return whether no plan of the options can be faster than a known one.
+
+    It cannot if computation and bubble alone take as long, with stages that are equally long.
+    """
+    try:
+        fixed = microbatch_count(options)
+        counts = candidate_counts(profile, options) if fixed is None else (fixed,)
+    except PlanError:
+        return False  # the search will raise it
+    p, v, least = options.num_groups, options.stages_per_rank, math.inf
+    # a split backward fills a part of the bubble
+    fill = 0.0 if options.schedule_kind.splits_backward else (p - 1) / (p * v)
+    for count in counts:
+        measurement = profile.at(math.ceil(options.batch_size / count))
+        work = math.fsum(cost.forward_seconds + cost.backward_seconds for cost in measurement.costs.values())
+        least = min(least, work * (math.ceil(count / options.replicas) / p + fill))
+    return least / max(device.speed for device in cluster.devices) >= best.predicted.step_seconds
+
+
 def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:
     """Return one problem for each number of microbatches to try.
 
@@ -130,9 +153,21 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     fixed = microbatch_count(options)
+    if fixed is not None and fixed < options.replicas:
+        raise PlanError(
+            f"{counted(fixed, 'microbatch')} cannot be shared by {options.replicas} replicas of every stage",
+            remedy=f"use {options.replicas} microbatches or more, or fewer replicas",
+        )
     least_stages = 1 if options.may_replicate else options.num_stages
     check_microbatches(options.schedule_kind, least_stages, fixed, options.batch_size)
     counts = candidate_counts(profile, options) if fixed is None else (fixed,)
+    pairs = options.num_stages * (len(cuts.legal) + 1) ** 2 * len(counts)
+    if pairs > options.most_pairs:
+        raise PlanError(
+            f"a search for {options.num_stages} stages evaluates {pairs:.3g} pairs of cuts, more than "
+            f"{options.most_pairs:.3g}",
+            remedy="request the schedule and the replicas",
+        )
     return [Problem(profile, cluster, options, cuts, m) for m in counts]
 
 
@@ -141,7 +176,8 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
     A number is skipped if its microbatches are outside the range of the measured sizes, unless that skips all.
     """
-    least = max(1, options.schedule_kind.least_microbatches(1 if options.may_replicate else options.num_stages))
+    needed = options.schedule_kind.least_microbatches(1 if options.may_replicate else options.num_stages)
+    least = max(1, needed, options.replicas)
     batch = options.batch_size
     measured = [measurement.microbatch_size for measurement in profile.measurements]
     counts = {least, batch}
@@ -164,6 +200,16 @@ def solve_problem(problem: Problem) -> Plan | None:
 
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)
+    options = problem.options
+    if options.replicas > 1 and not problem.apart and problem.cluster.levels_in_use(options.num_ranks) > 1:
+        # replicas, or the stages of a pipeline, on neighbouring ranks: either may have the faster links
+        plans = [_solve_equal(each) for each in (problem, dataclasses.replace(problem, apart=True))]
+        return min(filter(None, plans), key=lambda plan: plan.predicted.step_seconds, default=None)
+    return _solve_equal(problem)
+
+
+def _solve_equal(problem: Problem) -> Plan | None:
+    """Return the best plan whose stages do not differ in their replicas, or None if no plan fits the memory."""
     stages = problem.options.num_stages
     best, starts = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
     return None if math.isinf(best) else build_plan(problem, unreplicated_choices(problem, starts))

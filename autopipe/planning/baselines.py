@@ -43,8 +43,13 @@ def compare_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *
 def explain_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> Explanation:
     """Return the reason for each cut, the plan's bottleneck, its distance from the lower bound, and the runner-up."""
     per_rank = plan.schedule_options.get("stages_per_rank", 1)
-    options = next(o for o in space.unreplicated if o.schedule == plan.schedule and o.stages_per_rank == per_rank)
-    if takes_replicas(options) and any(stage.replicas > 1 for stage in plan.stages):
+    counts = {stage.replicas for stage in plan.stages}
+    ours = [o for o in (*space.unreplicated, *space.replicated) if o.schedule == plan.schedule]
+    if counts != {1} and ours[0].schedule_kind.equal_replicas:
+        (replicas,) = counts
+        ours = [o for o in ours if (o.replicas, o.num_groups) == (replicas, plan.num_ranks // replicas)]
+    options = next(o for o in ours if o.stages_per_rank == per_rank)
+    if takes_replicas(options) and counts != {1}:
         options = with_replicas(options)
     reasons = explain(plan, profile, cluster, options, score=simulator_score(profile, cluster, [options]))
     return dataclasses.replace(reasons, left_out=space.left_out)

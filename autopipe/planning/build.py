@@ -31,7 +31,10 @@ class StageChoice:
 
 
 def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
-    """Return the stages of an unreplicated plan whose stages 1.. start at these atoms; they recompute if they must."""
+    """Return the stages of a plan whose stages 1.. start at these atoms; they recompute if they must.
+
+    The stages have one replica each, or the same number.
+    """
     edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
     positions = [problem.tables.edges[atom] for atom in edges]
     choices = []
@@ -45,7 +48,7 @@ def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageC
             StageChoice(
                 positions[stage],
                 positions[stage + 1],
-                (problem.rank_of(stage),),
+                problem.ranks_of(stage),
                 recompute,
                 in_flight,
                 versions,
@@ -74,9 +77,9 @@ def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[St
     )
     if not problem.kind.synchronous:
         pipeline = m * max(per_rank)
-    elif options.stages_per_rank > 1:
+    elif options.stages_per_rank > 1 or options.replicas > 1:
         # the pipeline fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
-        pipeline = m * max(per_rank) + (options.num_ranks - 1) * max(times)
+        pipeline = options.replicas * (problem.share * max(per_rank) + (options.num_groups - 1) * max(times))
     else:
         pipeline = (m - 1) * max(times) + math.fsum(times)
     total = pipeline + step

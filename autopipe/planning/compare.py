@@ -67,11 +67,12 @@ def comparison(
     all four. ``every``: it is the best of ``replicated``. ``fit``: runs a search until its plan fits the memory.
     """
     fit = fit or (lambda find: find(cluster))
-    line = dataclasses.replace(options, may_replicate=False, stages_per_rank=1)
+    kind = options.schedule_kind
+    line = dataclasses.replace(options, may_replicate=False, replicas=1, stages_per_rank=1)
     single = dataclasses.replace(line, num_ranks=1)
-    parallel = dataclasses.replace(line, may_replicate=options.schedule_kind.replicas)
+    parallel = dataclasses.replace(line, may_replicate=kind.replicas and not kind.equal_replicas)
     unreplicated, replicated = unreplicated or (line,), replicated or (parallel,)
-    first = replicated[0] if replicated[0].may_replicate and not parallel.may_replicate else parallel
+    first = replicated[0] if replicated[0].may_replicate and not kind.replicas else parallel
     replicates = current is not None and any(stage.replicas > 1 for stage in current.stages)
     pipeline = None if replicates else current
 
@@ -133,7 +134,7 @@ def _contender(name: str, make: Callable[[], Plan]) -> Contender:
 
 
 def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None) -> Plan:
-    if not options.may_replicate and options.num_ranks > 1:
+    if not options.schedule_kind.replicas and options.num_ranks > 1:
         raise PlanError(f"schedule {options.schedule!r} does not support replicated stages")
     plans, refusals = [], []
     for problem in make_problems(profile, cluster, options):

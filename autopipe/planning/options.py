@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError, unknown_choice
@@ -27,17 +28,19 @@ class PlanOptions:
     kind: ScheduleKind | None = None  # a modified description of the schedule; None: the registered one
     recompute: str = "auto"  # "auto" (only stages that do not fit without), "always" or "never"
     stages_per_rank: int = 1
-    may_replicate: bool = False  # stages may have several ranks; otherwise each has one
+    may_replicate: bool = False  # stages may have several ranks, each stage another number; otherwise ``replicas``
+    replicas: int = 1  # ranks of every stage; ``num_ranks`` is a multiple of it
     replica_choices: str = "any"  # numbers of replicas to try: "any", or "powers" of two (a faster search)
     tolerance: float = 0.0  # relative distance from the optimum that a plan with a flush may have
     schedule_options: tuple[tuple[str, int], ...] = ()  # passed to the schedule, and stored in the plan
     schedule_text: str = ""  # the text of a ``custom`` schedule, stored in the plan
     stage_ranks: tuple[int, ...] = ()  # the rank of each stage, if the schedule's text says it; empty: round robin
     offered: int = 0  # the number of ranks available, if only ``num_ranks`` of them are to be used; 0: num_ranks
+    most_pairs: float = math.inf  # pairs of cuts; a search that would evaluate more of them is refused
     exact_ties: str = "auto"  # tied gradients in plain autograd's order: "always", or "auto" for small parameters
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "batch_size", "stages_per_rank"):
+        for name in ("num_ranks", "batch_size", "stages_per_rank", "replicas"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("num_microbatches", "microbatch_size"):
@@ -50,17 +53,28 @@ class PlanOptions:
             raise PlanError(unknown_choice("setting of exact ties", self.exact_ties, EXACT_TIES))
         if self.stages_per_rank > 1 and self.may_replicate:
             raise PlanError(
-                "several stages per rank and replicated stages exclude each other",
-                remedy="use stages_per_rank 1, or do not replicate stages",
+                "several stages per rank and different numbers of replicas exclude each other",
+                remedy="use stages_per_rank 1, or the same number of replicas for every stage (replicas)",
+            )
+        if self.replicas > 1 and (self.may_replicate or self.stage_ranks or self.num_ranks % self.replicas):
+            raise PlanError(
+                f"{self.replicas} replicas of every stage do not divide {self.num_ranks} ranks, or the options let "
+                "stages differ in their replicas, or give the rank of each stage",
+                remedy=f"use a multiple of {self.replicas} ranks, without may_replicate and stage_ranks",
             )
         if self.kind is None and self.schedule not in REGISTRY:
             raise PlanError(unknown_choice("schedule", self.schedule, REGISTRY))
         if self.kind is not None and self.kind.name != self.schedule:
             raise PlanError(f"kind describes schedule {self.kind.name!r}, but schedule is {self.schedule!r}")
-        if self.may_replicate and not self.schedule_kind.replicas:
+        if (self.may_replicate or self.replicas > 1) and not self.schedule_kind.replicas:
             raise PlanError(
                 f"schedule {self.schedule!r} does not support replicated stages",
                 remedy="do not replicate stages, or choose another schedule",
+            )
+        if self.may_replicate and self.schedule_kind.equal_replicas:
+            raise PlanError(
+                f"schedule {self.schedule!r} needs the same number of replicas at every stage",
+                remedy="give that number (replicas), or choose another schedule",
             )
 
     @property
@@ -70,13 +84,18 @@ class PlanOptions:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of an unreplicated plan."""
-        return len(self.stage_ranks) or self.num_ranks * self.stages_per_rank
+        """The number of stages of a plan whose stages do not differ in their replicas."""
+        return len(self.stage_ranks) or self.num_groups * self.stages_per_rank
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that runs a stage of an unreplicated plan."""
-        return self.stage_ranks[stage] if self.stage_ranks else stage % self.num_ranks
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of ``replicas`` ranks, each of which runs the same stages."""
+        return self.num_ranks // self.replicas
 
-    def stages_on(self, rank: int) -> int:
-        """Return the number of stages that a rank of an unreplicated plan runs."""
-        return self.stage_ranks.count(rank) if self.stage_ranks else self.stages_per_rank
+    def group_of(self, stage: int) -> int:
+        """Return the group that runs a stage; without replicas, its rank."""
+        return self.stage_ranks[stage] if self.stage_ranks else stage % self.num_groups
+
+    def stages_on(self, group: int) -> int:
+        """Return the number of stages that each rank of a group runs."""
+        return self.stage_ranks.count(group) if self.stage_ranks else self.stages_per_rank

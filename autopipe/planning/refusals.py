@@ -142,8 +142,9 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield text, dataclasses.replace(problem, options=both, num_microbatches=count)
     if len(problem.cluster.devices) > 1:
         return
-    for ranks in range(options.num_ranks + 1, problem.tables.num_atoms // options.stages_per_rank + 1):
-        if problem.kind.least_microbatches(ranks * options.stages_per_rank) > problem.num_microbatches:
+    d, v = options.replicas, options.stages_per_rank
+    for ranks in range(options.num_ranks + d, problem.tables.num_atoms // v * d + 1, d):
+        if problem.kind.least_microbatches(ranks // d * v) > problem.num_microbatches:
             return
         for base, extra in ((options, ""), (recompute, " and --recompute auto"))[: 2 if can_recompute else 1]:
             change = dataclasses.replace(base, num_ranks=ranks)

@@ -37,7 +37,7 @@ def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ..
     if name == "custom":
         ranks = _ranks_of_grid(plan, request)
     elif request.stages_per_rank is not None:
-        ranks = _round_robin(len(plan.stages), request.stages_per_rank)
+        ranks = _round_robin(plan, request.stages_per_rank)
         options["stages_per_rank"] = request.stages_per_rank
     stages = tuple(dataclasses.replace(stage, ranks=own) for stage, own in zip(plan.stages, ranks, strict=True))
     other = dataclasses.replace(
@@ -63,13 +63,17 @@ def schedule_flags(plan: Plan, grid: Path | None) -> str:
     return " ".join(words)
 
 
-def _round_robin(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
+def _round_robin(plan: Plan, per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of stages that are dealt out in turn. If all have the same number of replicas, they keep it."""
+    num_stages, counts = len(plan.stages), {stage.replicas for stage in plan.stages}
+    d = max(counts) if len(counts) == 1 else 1
     if num_stages % per_rank:
         raise PlanError(
             f"the {counted(num_stages, 'stage')} of the plan cannot be distributed with {per_rank} on each rank",
             remedy=f"autopipe plan --gpus N --schedule interleaved --stages-per-rank {per_rank}",
         )
-    return tuple((stage % (num_stages // per_rank),) for stage in range(num_stages))
+    groups = [tuple(range(first * d, (first + 1) * d)) for first in range(num_stages // per_rank)]
+    return tuple(groups[stage % len(groups)] for stage in range(num_stages))
 
 
 def _ranks_of_grid(plan: Plan, request: PlanRequest) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@ The planner itself tries numbers of microbatches.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from autopipe.schedules import REGISTRY, ScheduleKind, layout_of, make
 _AUTO_FIRST = "1f1b"
 # above this number of ranks, numbers of replicas are powers of two, and plans within 1 % of the optimum
 MANY_RANKS = 32
+# the pairs of cuts that a search for the same replicas of every stage may evaluate under ``auto``: some seconds
+MOST_PAIRS = 1e8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,18 @@ class Space:
             counts = REGISTRY[schedule].planned_stages_per_rank if num_ranks > 1 else (1,)
             for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
                 unreplicated.append(dataclasses.replace(alone, stages_per_rank=count))
-        replicated = [
-            with_replicas(dataclasses.replace(options, offered=num_ranks))
+        ordered = [
+            dataclasses.replace(_ordered(request, schedule, ranks, batch_size), offered=num_ranks)
             for ranks in rank_counts(num_ranks)
-            for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
-            if takes_replicas(options)
+            for schedule in names
+        ]
+        replicated = [with_replicas(options) for options in ordered if takes_replicas(options)]
+        # behind the others: their best plan rules out many of these
+        replicated += [
+            equal
+            for options in ordered
+            if options.schedule_kind.equal_replicas
+            for equal in _with_equal_replicas(request, options)
         ]
         left_out = _left_out(links_known) if name == "auto" else ()
         return Space(tuple(unreplicated), tuple(replicated), left_out)
@@ -65,7 +75,7 @@ class Space:
         """
         if replicas == "never":
             return self.unreplicated
-        if not self.replicated:
+        if not any(options.schedule_kind.replicas and not options.stage_ranks for options in self.unreplicated):
             raise PlanError(
                 f"schedule {self.unreplicated[0].schedule!r} does not support replicated stages",
                 remedy="--replicas never, or another schedule",
@@ -176,7 +186,7 @@ def with_1f1b(options: PlanOptions) -> PlanOptions:
 
 
 def with_replicas(options: PlanOptions) -> PlanOptions:
-    """Return the options with replicas allowed."""
+    """Return the options with replicas allowed, for every stage another number."""
     many = options.num_ranks > MANY_RANKS
     return dataclasses.replace(
         options,
@@ -185,6 +195,24 @@ def with_replicas(options: PlanOptions) -> PlanOptions:
         replica_choices="powers" if many else "any",
         tolerance=0.01 if many else 0.0,
     )
+
+
+def _with_equal_replicas(request: PlanRequest, options: PlanOptions) -> list[PlanOptions]:
+    """Return the options with the same replicas for every stage, for each number that divides the ranks.
+
+    Two groups of ranks or more run several stages each. A single group runs the whole model, if that is not excluded.
+    """
+    ranks, many = options.num_ranks, options.num_ranks > MANY_RANKS
+    if many and ranks < options.offered:
+        return []
+    per_rank = (request.stages_per_rank,) if request.stages_per_rank else options.schedule_kind.planned_stages_per_rank
+    most = MOST_PAIRS if request.schedule in (None, "auto") else math.inf
+    divisors = [d for d in range(2, ranks + 1) if ranks % d == 0 and not (many and d & (d - 1))]
+    return [
+        dataclasses.replace(options, replicas=d, stages_per_rank=count, most_pairs=most)
+        for d in divisors
+        for count in (per_rank if d < ranks else {*per_rank} & {1} or ((1,) if not request.stages_per_rank else ()))
+    ]
 
 
 def rank_counts(num_ranks: int) -> list[int]:
@@ -197,8 +225,9 @@ def rank_counts(num_ranks: int) -> list[int]:
 
 
 def takes_replicas(options: PlanOptions) -> bool:
-    """Return whether planner and runtime support replicated stages with this schedule."""
-    return options.schedule_kind.replicas and not options.stage_ranks
+    """Return whether the planner may give every stage another number of replicas with this schedule."""
+    kind = options.schedule_kind
+    return kind.replicas and not kind.equal_replicas and not options.stage_ranks
 
 
 def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Executor:
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     _posted: dict[Instruction, list[Pending]] = field(default_factory=dict)
     _minibatches: Mapping[int, Sequence[Microbatch]] = field(default_factory=dict)
-    _last_backwards: frozenset[Instruction] = frozenset()
+    _overlapping: frozenset[Instruction] = frozenset()
     _training: bool = True
 
     def run(
@@ -81,9 +81,9 @@ class Executor:
         """
         self._minibatches, self._training = minibatches, training
         row = [turn if not offset else _shifted(turn, offset) for turn in row]
-        backwards = [t.instruction for t in row if t.instruction.op == Op.BACKWARD and self._is_present(t.instruction)]
-        # after these, the gradients of a minibatch are complete on this rank
-        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in backwards}.values())
+        self._overlapping = _overlapping_backwards(
+            [turn.instruction for turn in row if self._is_present(turn.instruction)]
+        )
         handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUTS: self._backward_inputs, Op.BACKWARD_WEIGHTS: self._backward_weights,
@@ -209,8 +209,8 @@ class Executor:
         runner.versions.use(instruction.weight_version)
         key = self._key(instruction)
         arrived = self._take(GRADIENT, instruction)
-        last = instruction in self._last_backwards
-        with self.stepper.overlapping(instruction.stage) if last else contextlib.nullcontext():
+        overlapping = instruction in self._overlapping
+        with self.stepper.overlapping(instruction.stage) if overlapping else contextlib.nullcontext():
             gradients = runner.backward(key, arrived)
         self._deliver(GRADIENT, instruction, gradients)
 
@@ -228,6 +228,25 @@ class Executor:
 
     def _step(self, instruction: Instruction) -> None:
         self.stepper.step(instruction.stage, instruction.minibatch)
+
+
+def _overlapping_backwards(row: Sequence[Instruction]) -> frozenset[Instruction]:
+    """Return the backwards that complete the gradients of a minibatch, whose sum over the replicas may start in them.
+
+    The replicas of several stages may be the same ranks, which start all sums in the order of their R. So no sum starts
+    while an earlier R is still to come, as with a last minibatch of fewer microbatches.
+    """
+    last: dict[tuple[int, int], int] = {}
+    overlapping, previous = set(), -1
+    for index, i in enumerate(row):
+        if i.op == Op.BACKWARD:
+            last[i.stage, i.minibatch] = index
+        elif i.op == Op.REDUCE:
+            backward = last.get((i.stage, i.minibatch), -1)
+            if backward > previous:
+                overlapping.add(row[backward])
+            previous = index
+    return frozenset(overlapping)
 
 
 def _shifted(turn: Turn, offset: int) -> Turn:

@@ -11,7 +11,10 @@ at stage 2.
 Bubble: the time of ``(p - 1) / v`` microbatches on p ranks (if m is a multiple of p). This is 1/v of 1F1B's bubble, for
 v times the transfers. Memory: ``1 + (p - 1) / (p v)`` times as much in flight as 1F1B.
 
-Source: Megatron-LM, arXiv:2104.04473, section 2.2.
+With d replicas of every stage, d such pipelines run side by side, each on its share of the microbatches (PTD-P without
+tensor parallelism).
+
+Source: Megatron-LM, arXiv:2104.04473, sections 2.2 and 3.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ def interleaved(request: ScheduleSpec) -> Schedule:
     loop = Loop.of(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
-        place = loop.ranks.index(rank)
-        units = alternate(loop.forwards(place), loop.warmup(place, 2), loop.backwards(place))
+        forwards = loop.forwards(rank, minibatch)
+        warmup = loop.warmup(loop.place_of(rank), 2, len(forwards) // loop.stages_per_rank)
+        units = alternate(forwards, warmup, loop.backwards(rank, minibatch))
         return [(op, stage, j) for op, (stage, j) in units]
 
     return flushed(KIND.name, request, order, loop.in_flight(2, 0))
@@ -45,5 +49,5 @@ KIND = ScheduleKind(
     example=ScheduleSpec(((0,), (1,), (0,), (1,)), 4),
     options=(STAGES_PER_RANK,),
     several_stages=True,
-    replicas=False,
+    equal_replicas=True,
 )

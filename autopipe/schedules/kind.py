@@ -46,6 +46,7 @@ class ScheduleKind:
     options: tuple[Option, ...] = ()
     several_stages: bool = False  # a rank may run more than one stage
     replicas: bool = True  # a stage may run on more than one rank
+    equal_replicas: bool = False  # if it does, every stage runs on the same number of ranks
     splits_backward: bool = False  # uses I and W; stage s defers s weight halves
 
     # The most microbatches in flight on a rank of a stage: "all" is m / r; "depth" is

@@ -81,15 +81,22 @@ def flushed(
 ) -> Schedule:
     """Return the synchronous schedule in which ranks compute in this order and step at the end of each minibatch.
 
+    The reduction of a replicated stage begins behind the rank's last backward of that stage, so that it overlaps with
+    the backwards of the rank's other stages.
+
     ``order(rank, minibatch)``: the (op, stage, microbatch) triples of a rank. ``in_flight``: see ``Schedule``.
     """
     rows = []
     for rank in range(request.num_ranks):
         row: list[Instruction] = []
         for t in minibatches(request):
-            row += [Instruction(op, stage, t, j, t) for op, stage, j in order(rank, t)]
-            stages = stages_of(request, rank)
-            row += [i for stage in stages for i in reduction(request, stage, t)]
+            work, stages = order(rank, t), stages_of(request, rank)
+            last = {stage: index for index, (_, stage, _) in enumerate(work)}
+            for index, (op, stage, j) in enumerate(work):
+                row.append(Instruction(op, stage, t, j, t))
+                row += reduction(request, stage, t) if last[stage] == index else []
+            # a replica without a microbatch of the minibatch takes part with zeros
+            row += [i for stage in reversed(stages) if stage not in last for i in reduction(request, stage, t)]
             row += [step(stage, t) for stage in stages]  # clipping in the first step needs the gradients of all stages
         rows.append(tuple(row))
     return Schedule(name, request, tuple(rows), (0,) * request.num_stages, tuple(in_flight))

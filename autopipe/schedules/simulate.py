@@ -48,6 +48,8 @@ class _Simulation:
         self.waiting: dict[Message, int] = {}  # the rank that waits for a message
         self.link_free: dict[tuple[int, int], float] = {}
         self.reached: dict[Reduction, dict[int, float]] = {}  # when each replica reached its R
+        self.reduced_at: dict[Reduction, float] = {}  # when a reduction that all replicas have reached ends
+        self.adding: dict[tuple[tuple[int, ...], int], float] = {}  # when the ranks end those of a minibatch so far
         self.stepping: dict[Reduction, list[int]] = {}  # the ranks whose step waits for a reduction
         self.ready = list(range(len(schedule.rows)))[::-1]
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
@@ -118,11 +120,20 @@ class _Simulation:
         return now
 
     def _reach_reduction(self, rank: int, i: Instruction, now: float) -> None:
-        """Record that a replica has reached its R. The last one wakes the ranks whose step waits."""
+        """Record that a replica has reached its R. The last one wakes the ranks whose step waits.
+
+        If the ranks have several stages, they add the gradients of one after the other, in the order of their R.
+        """
         reduction = i.stage, i.minibatch
         reached = self.reached.setdefault(reduction, {})
         reached[rank] = now
-        if len(reached) == len(self.schedule.request.stage_ranks[i.stage]):
+        replicas = self.schedule.request.stage_ranks[i.stage]
+        if len(reached) == len(replicas):
+            costs, key = self.costs.stages[i.stage], (replicas, i.minibatch)
+            ended = costs.reduced(max(reached.values()))
+            if key in self.adding:
+                ended = max(ended, self.adding[key] + costs.reduce_seconds)
+            self.reduced_at[reduction] = self.adding[key] = ended
             self.ready.extend(self.stepping.pop(reduction, ()))
 
     def _reduced(self, rank: int, i: Instruction, now: float) -> float | None:
@@ -134,7 +145,7 @@ class _Simulation:
             return None
         if len(replicas) == 1:
             return now
-        return max(now, self.costs.stages[i.stage].reduced(max(reached.values())))
+        return max(now, self.reduced_at[reduction])
 
     def _deadlock(self, stuck: list[int]) -> ScheduleError:
         rank = stuck[0]

@@ -30,11 +30,15 @@ def zero_bubble(request: ScheduleSpec) -> Schedule:
     loop = Loop.of(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
-        place = loop.ranks.index(rank)
-        backwards = loop.backwards(place)
+        place, forwards, backwards = (
+            loop.place_of(rank),
+            loop.forwards(rank, minibatch),
+            loop.backwards(rank, minibatch),
+        )
+        warmup = loop.warmup(place, 1, len(forwards) // loop.stages_per_rank)
         result: list[tuple[Op, int, int]] = []
         inputs = weights = 0
-        for op, (stage, j) in alternate(loop.forwards(place), loop.warmup(place, 1), backwards):
+        for op, (stage, j) in alternate(forwards, warmup, backwards):
             result.append((Op.BACKWARD_INPUTS if op == Op.BACKWARD else Op.FORWARD, stage, j))
             inputs += op == Op.BACKWARD
             if op == Op.BACKWARD and inputs > place:
@@ -55,6 +59,6 @@ KIND = ScheduleKind(
     example=line(4, 6),
     options=(STAGES_PER_RANK,),
     several_stages=True,
-    replicas=False,
+    equal_replicas=True,
     splits_backward=True,
 )

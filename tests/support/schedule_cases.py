@@ -24,7 +24,10 @@ BATCH, LAST, STEPS = 8, 5, 6
 
 @dataclass(frozen=True)
 class Case:
-    """``replicas[s]``: ranks of stage s. ``loops``: stages per rank. ``recompute``: by stage, repeated."""
+    """``replicas[s]``: ranks of stage s, and of stages s + p, s + 2p, ... if there are ``loops``: stages per rank.
+
+    ``recompute``: by stage, repeated.
+    """
 
     schedule: str
     model: str
@@ -52,10 +55,14 @@ class Case:
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         p = len(self.replicas)
-        if self.loops > 1:
-            return tuple((stage % p,) for stage in range(self.num_stages))
         ends = [sum(self.replicas[: stage + 1]) for stage in range(p)]
-        return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
+        groups = [tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True)]
+        return tuple(groups[stage % p] for stage in range(self.num_stages))
+
+    @property
+    def stage_replicas(self) -> tuple[int, ...]:
+        """The number of ranks of every stage."""
+        return self.replicas * self.loops
 
     def warmups(self) -> list[int]:
         """Return the microbatches that each stage, with all replicas, forwards before its first backward."""
@@ -78,11 +85,13 @@ class Case:
         """Return the numbers that a refusal must name, or None if the case must run."""
         p, ranks = self.num_stages, sum(self.replicas)
         if self.schedule in ("interleaved", "zero-bubble"):
-            if max(self.replicas) > 1:
+            if len({*self.replicas}) > 1:
                 return p, ranks
-            rounds = max(self.m // ranks, 1) if self.loops > 1 else 1
-            if self.m % rounds:
-                return self.m, ranks, rounds
+            groups, d = len(self.replicas), self.replicas[0]
+            for share in (self.m // d, -(-self.m // d)):
+                rounds = max(share // groups, 1) if self.loops > 1 else 1
+                if share % rounds:
+                    return self.m, groups, rounds
         if self.schedule == "2bw" and self.m < self.warmups()[0]:
             return self.warmups()[0], self.m
         deltas = self.staleness()
@@ -116,7 +125,7 @@ def cases(schedule: str) -> Iterator[Case]:
         for replicas in REPLICAS:
             for microbatches in MICROBATCHES:
                 for recompute in ((False,), (True,), (False, True)):
-                    for loops in (1, 2) if kind.several_stages and max(replicas) == 1 else (1,):
+                    for loops in (1, 2) if kind.several_stages and len({*replicas}) == 1 else (1,):
                         for vertical in (False, True) if schedule == "pipedream" else (False,):
                             yield Case(schedule, model, replicas, microbatches, recompute, loops, vertical)
 

@@ -15,6 +15,7 @@ from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.clusters import with_estimated_times
 from autopipe.planning.cost.peaks import search_within_memory
+from autopipe.schedules import REGISTRY
 from autopipe.units import as_size_option
 
 _MARGIN = 0.95
@@ -35,13 +36,16 @@ def advise(error: WorkerError, prepared: Prepared) -> None:
 def _remedy(limit: int, prepared: Prepared) -> str:
     plan = prepared.plan
     devices = tuple(replace(device, memory_bytes=limit) for device in prepared.cluster.devices)
+    counts = {stage.replicas for stage in plan.stages}
+    equal = REGISTRY[plan.schedule].equal_replicas
     options = PlanOptions(
         num_ranks=plan.num_ranks,
         batch_size=plan.batch_size,
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule,
         stages_per_rank=plan.schedule_options.get("stages_per_rank", 1),
-        may_replicate=any(stage.replicas > 1 for stage in plan.stages),
+        may_replicate=counts != {1} and not equal,
+        replicas=max(counts) if equal else 1,
         schedule_options=tuple(plan.schedule_options.items()),
         exact_ties=prepared.record.request.exact_ties or "auto",
     )

@@ -22,7 +22,7 @@ from autopipe.planning import PlanOptions
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.refusals import microbatch_count
 from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
-from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
+from autopipe.schedules import REGISTRY, Costs, EdgeCosts, StageCosts, lower, make, simulate
 
 WINDOW = 8
 # pairs of a rank and a microbatch that take about a quarter of a second to simulate, and ten seconds
@@ -57,7 +57,8 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 backward / 2 + host,
                 step_seconds=update + cluster.host.step_seconds,
                 reduce_seconds=reduce_seconds,
-                reduce_buckets=num_buckets(owned),
+                # a backward in halves has no last part during which the sum could begin
+                reduce_buckets=1 if REGISTRY[plan.schedule].splits_backward else num_buckets(owned),
             )
         )
     return Costs(tuple(stages), _edges(plan, profile, cluster))

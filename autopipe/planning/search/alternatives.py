@@ -108,6 +108,8 @@ def data_parallel_plan(problem: Problem) -> Plan:
     ranks = min(given, m)
     options = dataclasses.replace(
         problem.options,
+        kind=dataclasses.replace(problem.kind, equal_replicas=False),  # there is only one stage
+        replicas=1,
         num_ranks=ranks,
         offered=problem.options.offered or given,
         may_replicate=True,

@@ -7,6 +7,11 @@ The cost of a microbatch at stage k on atoms i..j-1, on a device of speed s::
     c_out     = sent / b(k, k+1) + 2 l(k, k+1)
     c_tied    = 2 tied / (m b)                        gradient and new value of tied trained weights, per minibatch
 
+With d replicas of every stage, each pipeline runs m / d microbatches. What happens once a minibatch weighs d times as
+much in one of them: c_tied is d times as large, and the replicas all-reduce their gradients g over a ring::
+
+    c_reduce  = d/m (2 (d-1)/d g / b_ring + 2 (d-1) l_ring)
+
 ``received`` and ``sent`` count a value once for its producer and once for each reader, and its gradient likewise.
 """
 
@@ -45,6 +50,13 @@ class Problem:
     options: PlanOptions
     cuts: Cuts
     num_microbatches: int
+    # False: the replicas of a stage are neighbouring ranks. True: the stages of a pipeline are.
+    apart: bool = False
+
+    @property
+    def share(self) -> int:
+        """The most microbatches of a minibatch that one of the replicas of every stage runs."""
+        return math.ceil(self.num_microbatches / self.options.replicas)
 
     @property
     def kind(self) -> ScheduleKind:
@@ -76,43 +88,54 @@ class Problem:
         """The stage tables at this microbatch size."""
         return build_tables(self.atoms, self.byte_sums)
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that runs a stage of an unreplicated plan: round robin if a rank runs several."""
-        return self.options.rank_of(stage)
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks that run a stage: round robin if a rank runs several."""
+        group, d, p = self.options.group_of(stage), self.options.replicas, self.options.num_groups
+        return tuple(range(group, p * d, p) if self.apart else range(group * d, (group + 1) * d))
 
     def device_of(self, stage: int) -> ClusterDevice:
-        """Return the device of a stage of an unreplicated plan."""
-        return self.cluster.device(self.rank_of(stage))
+        """Return the device of a stage; of replicas, the one with the least memory."""
+        devices = [self.cluster.device(rank) for rank in self.ranks_of(stage)]
+        return min(devices, key=lambda device: device.memory_bytes or math.inf)
 
     def in_flight_and_versions(self, stage: int, num_stages: int) -> tuple[int, int]:
-        """Return (microbatches in flight, weight versions) of a stage of an unreplicated plan."""
-        v, p = self.options.stages_per_rank, self.options.num_ranks
+        """Return (microbatches in flight, weight versions) of a stage."""
+        v, p = self.options.stages_per_rank, self.options.num_groups
         if v > 1 and self.kind.in_flight == "depth":
-            count = in_flight_of_interleaved(v, p, self.num_microbatches, stage)
+            # the smaller share may be run in larger rounds, of which more are in flight
+            shares = {self.share, self.num_microbatches // self.options.replicas}
+            count = max(in_flight_of_interleaved(v, p, share, stage) for share in shares)
         else:
             behind = num_stages - 1 - stage
-            count = in_flight(self.kind, self.num_microbatches, behind=behind, num_ranks=num_stages)
+            count = in_flight(self.kind, self.share, behind=behind, num_ranks=num_stages)
         return count, weight_versions(self.kind, self.num_microbatches, count)
 
     def transfer_seconds(self, stage: int, num_stages: int, at: Pairs = ...) -> Any:
-        """Return c_in + c_out + c_tied of all pairs, or of one (i, j)."""
+        """Return c_in + c_out + c_tied + c_reduce of all pairs, or of one (i, j)."""
         total: Any = 0.0
-        rank = self.rank_of(stage)
+        d, ranks = self.options.replicas, self.ranks_of(stage)
         sides = [(stage - 1, self.tables.received), (stage + 1, self.tables.sent)]
-        tied = 2 * self.tables.tied_bytes[at] / self.num_microbatches
+        tied = 2 * d * self.tables.tied_bytes[at] / self.num_microbatches
         charged = False
         for other, amount in sides:
-            if not 0 <= other < num_stages or self.rank_of(other) == rank:
+            if not 0 <= other < num_stages or self.ranks_of(other) == ranks:
                 continue
-            link = self.cluster.link(rank, self.rank_of(other))
+            links = [self.cluster.link(a, b) for a, b in zip(ranks, self.ranks_of(other), strict=True)]
+            link = min(links, key=lambda level: level.bandwidth)
             total = total + amount[at] / link.bandwidth + 2 * link.latency_seconds
             if not charged:
                 total, charged = total + tied / link.bandwidth, True
+        if d > 1:
+            ring = self.cluster.span(ranks[0], ranks[-1])
+            moved = 2 * (d - 1) / d * self.tables.memory.gradients[at]
+            total = (
+                total + d * (moved / ring.ring_bandwidth + 2 * (d - 1) * ring.latency_seconds) / self.num_microbatches
+            )
         return total
 
     def stage_seconds(self, stage: int, num_stages: int, at: Pairs = ...) -> tuple[Any, Any]:
         """Return t_k of all pairs, or of one (i, j), without and with recompute, whether they fit or not."""
-        speed = self.device_of(stage).speed
+        speed = self.cluster.speed_of(self.ranks_of(stage))
         transfer = self.transfer_seconds(stage, num_stages, at)
         forward, backward = self.tables.forward_seconds[at], self.tables.backward_seconds[at]
         plain = (forward + backward) / speed + transfer
@@ -128,7 +151,7 @@ class Problem:
 
         Stage 0 sends no gradient, so its backward has no first half (zero bubble, arXiv:2401.10241, section 2.3).
         """
-        return min(stage + 1, self.num_microbatches) if self.kind.splits_backward and stage else 0
+        return min(stage + 1, self.share) if self.kind.splits_backward and stage else 0
 
     def limit(self, stage: int) -> float:
         """Return the whole bytes that a stage may use; infinite if the device has no limit.
@@ -138,12 +161,11 @@ class Problem:
         memory = self.device_of(stage).memory_bytes
         if not memory:
             return math.inf
-        rank, count = self.rank_of(stage), self.options.num_stages
-        if self.options.stages_on(rank) == 1:
+        group, count = self.options.group_of(stage), self.options.num_stages
+        if self.options.stages_on(group) == 1:
             return memory
-        num_in_flight = {
-            other: self.in_flight_and_versions(other, count)[0] for other in range(count) if self.rank_of(other) == rank
-        }
+        same = (other for other in range(count) if self.options.group_of(other) == group)
+        num_in_flight = {other: self.in_flight_and_versions(other, count)[0] for other in same}
         return memory * num_in_flight[stage] // sum(num_in_flight.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:

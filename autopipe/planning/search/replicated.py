@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.ir.cluster import Cluster, Level
+from autopipe.ir.cluster import Cluster
 from autopipe.planning.build import StageChoice
 from autopipe.planning.cost.tables import Tables
 from autopipe.planning.search import solver
@@ -28,8 +28,8 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     tables, options, kind = problem.tables, problem.options, problem.kind
     memory = tables.memory
     cluster, G = problem.cluster, options.num_ranks // width
-    equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
-    outer = _span(cluster, 0, options.num_ranks - 1)
+    equal = width == 1 and len(set(cluster.devices)) == 1 and cluster.levels_in_use(G) <= 1
+    outer = cluster.span(0, options.num_ranks - 1)
     versions = kind.fixed_versions(problem.num_microbatches) or 0
     rules = np.zeros(solver.NUM_RULES)
     rules[solver.MICROBATCHES] = problem.num_microbatches
@@ -82,14 +82,6 @@ def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
     return time, 2 * tables.memory.gradients * ring
 
 
-def _levels_in_use(cluster: Cluster, num_ranks: int) -> int:
-    width, used = 1, 0
-    for level in cluster.levels:
-        used += level.count > 1 and width < num_ranks
-        width *= level.count
-    return used
-
-
 def unit_of(num_ranks: int) -> int:
     """Return the unit of replicas if ranks differ: 1, or more if there are more than ``MOST_PLACES`` ranks."""
     return next(unit for unit in range(-(-num_ranks // MOST_PLACES), num_ranks + 1) if num_ranks % unit == 0)
@@ -117,8 +109,8 @@ def placement(cluster: Cluster, num_ranks: int, equal: bool) -> Any:
 
 def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
     devices = [cluster.device(rank) for rank in (range(a, a + r) if len(cluster.devices) > 1 else (0,))]
-    into, out = _span(cluster, max(a - 1, 0), a + r - 1), _span(cluster, a, min(a + r, cluster.num_ranks - 1))
-    ring = _span(cluster, a, a + r - 1)
+    into, out = cluster.span(max(a - 1, 0), a + r - 1), cluster.span(a, min(a + r, cluster.num_ranks - 1))
+    ring = cluster.span(a, a + r - 1)
     return (
         min(device.speed for device in devices),
         min(device.memory_bytes or math.inf for device in devices),
@@ -129,15 +121,6 @@ def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
         1 / ring.ring_bandwidth,
         ring.latency_seconds,
     )
-
-
-def _span(cluster: Cluster, first: int, last: int) -> Level:
-    """Return the narrowest link, as a level, of a message between two of these ranks."""
-    link = cluster.link(first, last)
-    levels = cluster.levels[: cluster.levels.index(link) + 1]
-    used = [level for level in levels if level.count > 1] or [link]
-    ring = min(x.ring_bandwidth for x in used)
-    return Level("", 1, min(x.bandwidth for x in used), max(x.latency_seconds for x in used), ring)
 
 
 def solve(problem: Problem) -> list[StageChoice] | None:

@@ -40,7 +40,8 @@ def data(batch_size=24):
         count = batch_size - 1 if step % 3 == 2 else batch_size
         yield torch.randn(count, 16, generator=g), torch.randint(0, 5, (count,), generator=g)
 """
-FILES = {"net.py": MODEL}
+FEW_LAYERS = MODEL.replace("nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), ", "nn.Linear(16, 64), ")
+FILES = {"net.py": MODEL, "few.py": FEW_LAYERS}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,27 @@ def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, t
         commands.run("export", run, "-o", f"{run}.safetensors")
     resumed, elastic = load_file(tmp_path / "copy.safetensors"), load_file(tmp_path / "run.safetensors")
     assert [name for name in elastic if not torch.equal(resumed[name], elastic[name])] == []
+
+
+def test_several_stages_and_replicas_on_every_rank_equal_the_oracle(commands: Commands, tmp_path: Path) -> None:
+    # too few layers for two stages on each of four ranks: two replicas of two stages on each of two ranks
+    words = ["few.py", "--gpus", "4", "--replicas", "auto", "--schedule", "interleaved", "--stages-per-rank", "2"]
+    words += ["--device", "cpu", "--batch-size", "24", "--num-microbatches", "5", "--microbatch-sizes", "4"]
+    losses = commands.document("train", *words, "--steps", "6", "--clip-grad-norm", "0.5", "--run-dir", "run")["losses"]
+    commands.run("export", "run", "-o", "out.safetensors")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert [stage["ranks"] for stage in plan["stages"]] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    stages = [(*stage["parameters"], *stage["buffers"]) for stage in plan["stages"]]
+    torch.set_num_threads(1)
+    expected, model, _ = plain(
+        tmp_path / "few.py", list(namespace()["data"](24)), 5, clip_norm=0.5, order=Order(stages, [2] * 4, 5)
+    )
+    exported = load_file(tmp_path / "out.safetensors")
+    assert losses == expected
+    assert [name for name, value in model.state_dict().items() if not torch.equal(exported[name], value)] == []
+    check = commands.document("check", *words, "--steps", "3")
+    assert check["equal"] and check["bitwise"]
+    assert "stages [0, 1, 2, 3] are replicated" in check["orders"][0]
 
 
 def namespace() -> dict[str, Any]:

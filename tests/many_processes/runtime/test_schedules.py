@@ -31,6 +31,7 @@ QUICK = (
     Case("interleaved", "gpt", (1, 1), "2p", loops=2),
     Case("1f1b", "unet", (2, 1), "2p"),
     Case("1f1b", "resnet", (3, 1), "2p"),
+    Case("interleaved", "gpt", (2, 2), "8", loops=2),
 )
 LONGER = (
     Case("gpipe", "seq2seq_lstm", (1, 1, 1, 1), "p"),
@@ -39,6 +40,7 @@ LONGER = (
     Case("pipedream", "gpt", (1, 1, 1), "1", vertical_sync=True),
     Case("pipedream", "resnet", (3, 1), "2p"),
     Case("2bw", "unet", (1, 2), "8"),
+    Case("zero-bubble", "unet", (2, 2), "2p", recompute=(True, False)),
 )
 
 
@@ -69,7 +71,7 @@ def assert_exported(case: Case, folder: Path) -> None:
     run_ranks(LaunchRequest(run=pipeline.run, world_size=plan.num_ranks, on_event=ear, watchdog_seconds=60))
     torch.set_num_threads(1)
     assert all(tie.exact for tie in plan.ties)
-    order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.replicas, case.m)
+    order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.stage_replicas, case.m)
     losses, model, _ = plain(
         Path(capture.workload.spec.target),
         minibatches(capture.workload, STEPS, 7),  # seven samples cannot be cut into equal microbatches

@@ -94,14 +94,14 @@ def drawn(seed: int) -> Draw:
     schedule = rng.choice([name for name in REGISTRY if name != "custom"])
     replicas = rng.choice([(1,), (2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (3, 1), (2, 1, 1), (1, 3)])
     if schedule in ("interleaved", "zero-bubble"):
-        replicas = rng.choice([(1, 1), (1, 1, 1)])
+        replicas = rng.choice([(1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (3, 3), (2,)])
     case = Case(
         schedule,
         "net",
         replicas,
         "8" if max(replicas) > 1 else rng.choice(["p", "p + 1", "2p"]),
         rng.choice([(False,), (True,), (False, True)]),
-        rng.choice([1, 2]) if schedule == "interleaved" else 1,
+        rng.choice([1, 2]) if REGISTRY[schedule].several_stages and len({*replicas}) == 1 else 1,
     )
     batch_norm = rng.random() < 0.3
     return Draw(

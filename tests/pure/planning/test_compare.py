@@ -14,6 +14,7 @@ from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.compare import Contender, _advice, _best
 from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
+from autopipe.schedules import REGISTRY
 
 
 def test_the_four_plans_are_as_named():
@@ -64,9 +65,9 @@ def test_a_faster_pipeline_is_compared_with_the_best_single_stage():
 
 
 def test_a_schedule_without_replicas_is_compared_without_them():
-    result = comparison(
-        chain(8), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule="zero-bubble")
-    )
+    kind = dataclasses.replace(REGISTRY["zero-bubble"], replicas=False)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule="zero-bubble", kind=kind)
+    result = comparison(chain(8), machine(4, 100), options)
     rows = by_name(result)
     assert rows["data parallel"].reason == "schedule 'zero-bubble' does not support replicated stages"
     assert rows["best plan"].plan == rows["best straight pipeline"].plan

@@ -169,11 +169,23 @@ def test_with_replicas_the_named_device_fits(ranks):
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
         (
             {"schedule": "interleaved", "may_replicate": True},
-            "schedule 'interleaved' does not support replicated stages",
+            "schedule 'interleaved' needs the same number of replicas at every stage",
+        ),
+        (
+            {"replicas": 2, "kind": dataclasses.replace(REGISTRY["1f1b"], replicas=False)},
+            "schedule '1f1b' does not support replicated stages",
+        ),
+        (
+            {"replicas": 3},
+            "3 replicas of every stage do not divide 2 ranks",
+        ),
+        (
+            {"replicas": 2, "may_replicate": True},
+            "or the options let stages differ in their replicas",
         ),
         (
             {"stages_per_rank": 2, "may_replicate": True},
-            "several stages per rank and replicated stages exclude each other",
+            "several stages per rank and different numbers of replicas exclude each other",
         ),
         ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', but schedule is '1f1b'"),
     ],

@@ -57,7 +57,7 @@ def test_a_grid_replaces_the_numbers_of_ranks_and_microbatches() -> None:
         ({"microbatch_size": -1}, "microbatch_size is -1; it must be at least 1"),
         ({"recompute": "sometimes"}, "unknown recompute setting 'sometimes'"),
         ({"exact_ties": "perhaps"}, "unknown setting of exact ties 'perhaps'"),
-        ({"stages_per_rank": 2, "may_replicate": True}, "several stages per rank and replicated stages exclude"),
+        ({"stages_per_rank": 2, "may_replicate": True}, "several stages per rank and different numbers of replicas"),
         ({"schedule": "1fb1"}, "unknown schedule '1fb1'"),
     ],
 )

@@ -62,7 +62,10 @@ def test_replicas_are_in_the_space_if_schedule_and_planner_support_them(name):
         return
     space = Space.of(PlanRequest(schedule=name), 4, 32)
     assert bool(space.replicated) == REGISTRY[name].replicas
-    assert all(options.may_replicate and takes_replicas(options) for options in space.rivals())
+    if REGISTRY[name].equal_replicas:
+        assert all(options.replicas > 1 and not options.may_replicate for options in space.rivals())
+    else:
+        assert all(options.may_replicate and takes_replicas(options) for options in space.rivals())
 
 
 def test_replicas_never_excludes_replicas_and_auto_has_both():
@@ -72,8 +75,8 @@ def test_replicas_never_excludes_replicas_and_auto_has_both():
 
 
 def test_replicas_for_a_schedule_without_them_are_refused():
-    with pytest.raises(PlanError, match="schedule 'zero-bubble' does not support replicated stages"):
-        Space.of(PlanRequest(schedule="zero-bubble"), 4, 32).choices("auto")
+    with pytest.raises(PlanError, match="schedule 'custom' does not support replicated stages"):
+        Space.of(PlanRequest(schedule="custom", grid=GRID), 2, 32).choices("auto")
 
 
 def test_interleaving_is_tried_with_several_depths():
@@ -262,13 +265,16 @@ def test_the_table_has_the_unreplicated_pipeline_and_a_best_plan_no_slower(tmp_p
     assert comparison["best plan"].predicted.step_seconds == min(steps)
 
 
-def test_a_schedule_without_replicas_is_compared_with_replicated_1f1b_plans(tmp_path):
-    planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
+def test_a_schedule_with_equal_replicas_is_compared_with_its_own_replicated_plans(tmp_path):
+    request_ = PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble", replicas="never")
+    planned, _ = chosen(tmp_path, request_)
     comparison = {
         c.name: c.plan for c in compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
     }
-    assert comparison["best straight pipeline"].schedule == "zero-bubble"
-    assert comparison["data parallel"].schedule == "1f1b"
+    assert {plan.schedule for plan in comparison.values()} == {"zero-bubble"}
+    assert comparison["best straight pipeline"] == planned.plan
+    assert comparison["data parallel"].stages[0].replicas == 4
+    assert {stage.replicas for stage in comparison["best plan"].stages} in ({1}, {2}, {4})
 
 
 @pytest.mark.parametrize(

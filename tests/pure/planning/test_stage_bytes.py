@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +11,17 @@ from hypothesis import strategies as st
 from pure.planning.test_unreplicated import random_case as straight_case
 from support.planning_cases import profile_of, random_graph, replicated_case
 
-from autopipe.errors import PlanError
+from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import bytes_by_rank
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.planning import make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.byte_sums import ByteSums
+from autopipe.planning.cost.memory import in_flight_of_interleaved
 from autopipe.planning.search import replicated, solver
+from autopipe.schedules import make
 
 TERMS = ("weights", "gradients", "stepped", "optimizer", "saved", "kept", "between", "workspace")
 
@@ -126,3 +130,36 @@ def test_exactly_the_bytes_of_a_plan_are_enough_and_one_less_is_not(case):
             assert all(used <= less[rank] for rank, used in bytes_by_rank(tight.stages).items()), seed
     assert tried > 40
     assert refused > 20
+
+
+def most_in_flight(schedule):
+    """Return the most forwards of each stage whose backward is not done, on one rank."""
+    most = Counter()
+    for row in schedule.rows:
+        now = Counter()
+        for instruction in row:
+            if instruction.op == "F":
+                now[instruction.stage] += 1
+                most[instruction.stage] = max(most[instruction.stage], now[instruction.stage])
+            elif instruction.op == "B":
+                now[instruction.stage] -= 1
+    return most
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 6))
+@pytest.mark.parametrize("stages_per_rank", [2, 3, 4])
+def test_interleaved_stages_hold_the_microbatches_of_the_formula(num_ranks, stages_per_rank):
+    taken = 0
+    for num_microbatches in range(1, 25):
+        for d in (1, 2, 3):
+            groups = [tuple(range(first * d, (first + 1) * d)) for first in range(num_ranks)]
+            layout = tuple(groups[stage % num_ranks] for stage in range(num_ranks * stages_per_rank))
+            try:
+                in_flight = most_in_flight(make("interleaved", ScheduleSpec(layout, num_microbatches)))
+            except ScheduleError:  # rounds of different sizes
+                continue
+            taken += d == 1
+            shares = {num_microbatches // d, -(-num_microbatches // d)} - {0}
+            for stage, most in in_flight.items():
+                assert most == max(in_flight_of_interleaved(stages_per_rank, num_ranks, m, stage) for m in shares)
+    assert taken >= 4
