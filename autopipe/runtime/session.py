@@ -282,6 +282,8 @@ class RankSession:
     def _report_saved(self) -> None:
         """Report the checkpoints that were finished. Raises: the failure of one that could not be written."""
         self._saver.raise_if_failed()
+        for reason in self._saver.refusals():
+            self.reporter.event("note", text=f"{reason}: training waits longer for each checkpoint")
         for step, path in self._saver.finished():
             self.reporter.event("checkpoint", step=step, path=str(path))
         self._audits.report(self.executor.stepper.losses)

@@ -55,6 +55,7 @@ class Saver:
         self._step = -1
         self._failure: BaseException | None = None
         self._finished: list[tuple[int, Path]] = []
+        self._refusals: dict[str, bool] = {}
         self._cancelled = threading.Event()
         self._snapshots: dict[int, Snapshot] = {}
         self._initial: dict[int, dict[str, Any]] = {}
@@ -108,6 +109,8 @@ class Saver:
                 tensors = share(tensors, writer, num_writers, counters)
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
             snapshot.take(tensors)
+            if snapshot.refusal:
+                self._refusals.setdefault(snapshot.refusal, False)
             parameters = stepper.parameters(stage)
             ties = {
                 tie.parameter: bits(parameters[tie.parameter])
@@ -157,6 +160,12 @@ class Saver:
         """Return the checkpoints finished since the last call, as (step, path). Empty on every rank but 0."""
         finished, self._finished = self._finished, []
         return finished
+
+    def refusals(self) -> list[str]:
+        """Return why copies are not in page-locked memory although that was requested, each reason once."""
+        reasons = [reason for reason, reported in self._refusals.items() if not reported]
+        self._refusals = dict.fromkeys(self._refusals, True)
+        return reasons
 
     def wait_up_to(self, seconds: float = FINISH_SECONDS) -> None:
         """Wait up to ``seconds`` for the checkpoint in flight, until rank 0 has finished it too."""

@@ -22,6 +22,7 @@ from safetensors.torch import _TYPES
 
 from autopipe import sparse
 from autopipe.errors import ArtifactError
+from autopipe.runtime.checkpoint.host_buffer import HostBuffer
 
 _CHUNK_BYTES = 64 * 2**20
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -32,11 +33,16 @@ class Snapshot:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = HostBuffer(0)
         self._header = b""
         self._num_bytes = 0
         # of the copied tensors; a sparse one is stored as its parts, see ``autopipe.sparse``
         self.names: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> str:
+        """Why the buffer is not in page-locked memory although that was requested; ""."""
+        return self._buffer.refusal
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Snapshot:
@@ -67,9 +73,9 @@ class Snapshot:
                 "data_offsets": [begin, end],
             }
             begin = end
-        if begin > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(begin, dtype=torch.uint8, pin_memory=self._pinned)
+        if begin > self._buffer.bytes.numel():
+            self._buffer.release()  # free the old one first
+            self._buffer = HostBuffer(begin, pinned=self._pinned)
         self._fill([tensors[name] for name in names])
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -81,15 +87,15 @@ class Snapshot:
         for tensor in tensors:
             end = begin + tensor.numel() * tensor.element_size()
             if end > begin:
-                place = self._buffer[begin:end].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor.detach(), non_blocking=self._pinned)
+                place = self._buffer.bytes[begin:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor.detach(), non_blocking=self._buffer.pinned)
             begin = end
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
 
     def write(self, path: Path) -> tuple[str, int]:
         """Write and flush the file, and return its SHA-256 and its size in bytes. Raises: OSError."""
-        data = self._buffer[: self._num_bytes].numpy().data
+        data = self._buffer.bytes[: self._num_bytes].numpy().data
         digest = hashlib.sha256(self._header)
         hashing = threading.Thread(target=digest.update, args=(data,), name="sha256")
         hashing.start()

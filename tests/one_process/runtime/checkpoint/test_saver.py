@@ -64,10 +64,10 @@ def test_a_snapshot_reuses_its_buffer_and_holds_the_last_copy(tmp_path: Path) ->
     snapshot = Snapshot()
     large = {"a": torch.randn(1000), "b": torch.randn(10)}
     snapshot.take(large)
-    before = snapshot._buffer.data_ptr()
+    before = snapshot._buffer.bytes.data_ptr()
     small = {"c": torch.randn(7, 3)}
     snapshot.take(small)
-    assert snapshot._buffer.data_ptr() == before
+    assert snapshot._buffer.bytes.data_ptr() == before
     snapshot.write(tmp_path / "file")
     assert_holds(tmp_path / "file", small)
 
