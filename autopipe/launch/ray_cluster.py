@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import RunError, counted
+from autopipe.launch.request import cpus_of_rank
 
 PLACE_SECONDS = 600.0
 # the variables of this process that a rank receives, besides AUTOPIPE_*
@@ -38,7 +39,7 @@ class RayRun:
     command: tuple[str, ...]  # of each rank
     ranks: int
     folder: Path  # the working directory, on every node
-    threads: int = 1  # CPUs of a rank
+    threads: int = 1  # of a rank
     gpus: bool = False
 
     def start(self, write: Callable[[str, str], None]) -> int:
@@ -65,7 +66,8 @@ class RayRun:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = {"CPU": self.threads, **({"GPU": 1} if self.gpus else {})}
+        cpus = cpus_of_rank(self.threads, gpus=self.gpus)
+        needs = {"CPU": cpus, **({"GPU": 1} if self.gpus else {})}
         group = placement_group([needs] * self.ranks, strategy="PACK")
         if not group.wait(PLACE_SECONDS):
             raise RunError(
@@ -76,7 +78,7 @@ class RayRun:
         kind = ray.remote(Rank)
         actors = [
             kind.options(
-                num_cpus=self.threads,
+                num_cpus=cpus,
                 num_gpus=1 if self.gpus else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             ).remote()

@@ -143,6 +143,15 @@ class HostCommand:
     note: str = ""  # for the user, such as how a rank without a command starts
 
 
+GPU_RANK_CPUS = 8
+"""CPUs of a rank on a GPU: its main thread, autograd, NCCL, gloo, the writing of checkpoints and the user's data."""
+
+
+def cpus_of_rank(threads: int, *, gpus: bool) -> int:
+    """Return the CPUs that a cluster reserves for a rank. ``threads``: those of its computation on a CPU."""
+    return max(threads, GPU_RANK_CPUS) if gpus and threads == 1 else threads
+
+
 def watchdog_of(step_seconds: float, requested: float | None) -> float:
     """Return the seconds without progress that count as a hang: those requested, or twenty predicted steps."""
     if requested is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autopipe.errors import RunError
+from autopipe.launch.request import cpus_of_rank
 
 STOPPED = 75
 NOTICE_SECONDS = 60
@@ -61,14 +62,14 @@ class SlurmJob:
                 f"{self.ranks} ranks do not fit: nodes={nodes} times ntasks-per-node={each} is {each * nodes}",
                 remedy=f"--slurm-option nodes={-(-self.ranks // each)}, or fewer ranks (--gpus)",
             )
-        requests_gpus = any(name == "gres" or name.startswith("gpus") for name in self.options)
+        cpus = cpus_of_rank(self.threads, gpus=self.gpus)
         own = {
             "job-name": self.name,
             "nodes": str(nodes),
             "ntasks": str(self.ranks),
             "ntasks-per-node": str(each),
-            **({"cpus-per-task": str(self.threads)} if self.threads > 1 else {}),
-            **({"gpus-per-node": str(each)} if self.gpus and not requests_gpus else {}),
+            **({"cpus-per-task": str(cpus)} if cpus > 1 else {}),
+            **({"gpus-per-node": str(each)} if self.gpus and not requests_gpus(self.options) else {}),
             "output": f"{self.output}/%j.out".replace("%", "%%").replace("%%j.out", "%j.out"),
             "open-mode": "append",
             "signal": f"B:USR1@{NOTICE_SECONDS}",
@@ -91,6 +92,11 @@ def parse_option(text: str) -> tuple[str, str]:
     if key in _DECIDED:
         raise ValueError(f"--slurm-option cannot set {key}: {_DECIDED[key]}")
     return key, value
+
+
+def requests_gpus(options: Mapping[str, str]) -> bool:
+    """Return whether options of sbatch request GPUs."""
+    return any(name == "gres" or name.startswith("gpus") for name in options)
 
 
 def _count(options: Mapping[str, str], name: str) -> int:

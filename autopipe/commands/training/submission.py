@@ -68,6 +68,25 @@ def ranks_of(settings: TrainSettings) -> int:
     return store.stored_plan()[0].num_ranks
 
 
+def _on_gpus(settings: TrainSettings, requested: bool = False) -> bool:
+    """Return whether the ranks need GPUs. ``requested``: whether the user's options of sbatch request some.
+
+    Raises: RunError if neither ``--device``, the stored profile nor the options say so. This machine may have other
+    devices than the cluster, and a job that requests no GPU would train on CPUs without a message.
+    """
+    device, store = settings.plan.profile.device or "auto", Store(settings.plan.work_dir)
+    if device != "auto":
+        return device.startswith("cuda")
+    if requested:
+        return True
+    if store.profile.exists():
+        return store.stored_profile().device.kind == "cuda"
+    raise RunError(
+        f"--launcher {settings.launch.name} needs a device: with --device auto, the job would have no GPU",
+        remedy="add --device cuda, or --device cpu",
+    )
+
+
 def in_an_allocation(environment: Mapping[str, str]) -> bool:
     """Return whether this process runs in a SLURM allocation, in which the ranks can start at once."""
     return bool(environment.get("SLURM_JOB_ID"))
@@ -92,7 +111,7 @@ def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
         name="-".join(filter(None, ("autopipe", re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)))),
         run_dir="" if settings.run_dir is None else str(settings.run_dir.resolve()),
         threads=settings.plan.profile.threads or 1,
-        gpus=settings.plan.profile.device == "cuda",
+        gpus=_on_gpus(settings, slurm.requests_gpus(options)),
         options=options,
     )
 
@@ -100,6 +119,7 @@ def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
 def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str], inside: bool) -> list[HostCommand]:
     """Return the commands of a run: srun in an allocation, else sbatch with its script; for Ray, its actors."""
     if settings.launch.name == RAY:
+        _on_gpus(settings)
         note = "an actor of a placement group; ranks count in the order of the nodes"
         return [
             HostCommand(host="Ray", ranks=(rank,), command=words.for_a_rank, note=note)
@@ -138,7 +158,7 @@ def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None
         ranks=ranks_of(settings),
         folder=Path.cwd(),
         threads=profile.threads or 1,
-        gpus=profile.device == "cuda",
+        gpus=_on_gpus(settings),
     )
     return run.start(say)
 

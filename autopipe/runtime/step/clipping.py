@@ -23,11 +23,12 @@ def clip_factor(
     index = {name: position for position, name in enumerate(trainable)}
     # row 0: the norms; row 1: which parameters have a gradient, because torch leaves the others out of its sum
     norms = torch.zeros(2, len(index), dtype=torch.float64)
-    for parameters in owned:
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                norms[0, index[name]] = torch.linalg.vector_norm(parameter.grad).item()
-                norms[1, index[name]] = 1.0
+    gradients = {name: p.grad for parameters in owned for name, p in parameters.items() if p.grad is not None}
+    if gradients:
+        of_each = [torch.linalg.vector_norm(gradient).double() for gradient in gradients.values()]
+        places = [index[name] for name in gradients]
+        norms[0, places] = torch.stack(of_each).cpu()  # one synchronization with the device
+        norms[1, places] = 1.0
     norms = agree(norms)
     total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
     return torch.clamp(limit / (total + 1e-6), max=1.0)

@@ -37,10 +37,13 @@ class LossCollector:
         """Return [2, microbatches]: share of the loss and weight of every microbatch that ran here, zero elsewhere."""
         shares = torch.zeros(2, self._request.num_microbatches, dtype=torch.float64)
         if self._runner is not None:
-            for (t, j), (loss, weight) in self._runner.losses.items():
-                if t == minibatch:
-                    shares[0, j] = loss.double().cpu()
-                    shares[1, j] = 0.0 if weight is None else weight.double().cpu()
+            losses = {j: entry for (t, j), entry in self._runner.losses.items() if t == minibatch}
+            weights = {j: weight for j, (_, weight) in losses.items() if weight is not None}
+            tensors = [*(loss for loss, _ in losses.values()), *weights.values()]
+            if tensors:  # one synchronization with the device
+                values = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors]).cpu()
+                shares[0, list(losses)] = values[: len(losses)]
+                shares[1, list(weights)] = values[len(losses) :]
         return shares
 
     def weights(self, minibatch: int) -> torch.Tensor:

@@ -122,7 +122,10 @@ class GradientSum:
             if leaf.grad is not None:
                 flat[place : place + leaf.numel()].view_as(leaf).copy_(leaf.grad)
                 leaf.grad = None  # free it: its numbers are in the bucket
-        flat[-len(bucket.names) :] = torch.tensor([float(name not in bucket.absent) for name in bucket.names])
+        flat[-len(bucket.names) :] = 1.0
+        for index, name in enumerate(bucket.names):
+            if name in bucket.absent:
+                flat[bucket.size - len(bucket.names) + index] = 0.0  # a fill: no copy from the host
         bucket.pending = self.transport.start_all_reduce(self.group, flat)
         self._next += 1
 

@@ -42,7 +42,20 @@ def test_a_dry_run_under_a_launcher_shows_the_rank() -> None:
 
 
 def test_a_dry_run_for_slurm_prints_the_script_and_writes_nothing(tmp_path: Path) -> None:
-    words = ["train", "model.py", "--gpus", "4", "--slurm-option", "nodes=2", "--steps", "3", "--dry-run", "--json"]
+    words = [
+        "train",
+        "model.py",
+        "--gpus",
+        "4",
+        "--device",
+        "cpu",
+        "--slurm-option",
+        "nodes=2",
+        "--steps",
+        "3",
+        "--dry-run",
+        "--json",
+    ]
     done = run(*words)
     assert done.exit_code == 0, done.output
     (command,) = json.loads(done.stdout)["commands"]
@@ -63,7 +76,7 @@ def test_in_an_allocation_srun_starts_the_ranks() -> None:
 
 
 def test_a_dry_run_for_ray_shows_each_actors_command() -> None:
-    done = run("train", "model.py", "--launcher", "ray", "--gpus", "2", "--dry-run")
+    done = run("train", "model.py", "--launcher", "ray", "--gpus", "2", "--device", "cpu", "--dry-run")
     assert done.exit_code == 0, done.output
     assert done.stdout.count("--launcher env") == 2
 
@@ -74,9 +87,30 @@ def test_slurm_without_a_number_of_ranks_is_refused() -> None:
     assert "--gpus is not given, and no plan is stored" in done.stderr
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+def test_a_cluster_without_a_device_is_refused(launcher: str) -> None:
+    """The job would request no GPU, and train on CPUs without a message."""
+    done = run("train", "model.py", "--launcher", launcher, "--gpus", "2", "--dry-run")
+    assert done.exit_code == 1
+    assert f"--launcher {launcher} needs a device: with --device auto, the job would have no GPU" in done.stderr
+    assert "--device cuda" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--device", "cuda"], ["--slurm-option", "gres=gpu:2"]])
+def test_a_rank_on_a_gpu_gets_eight_cpus(words: list[str]) -> None:
+    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "2", "--dry-run", *words)
+    assert done.exit_code == 0, done.output
+    assert "#SBATCH --cpus-per-task=8" in done.stdout
+    assert ("#SBATCH --gpus-per-node=2" in done.stdout) == (words[0] == "--device")
+    done = run(
+        "train", "model.py", "--launcher", "slurm", "--gpus", "2", "--threads-per-rank", "4", "--dry-run", *words
+    )
+    assert "#SBATCH --cpus-per-task=4" in done.stdout
+
+
 def test_slurm_without_its_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "2")
+    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "2", "--device", "cpu")
     assert done.exit_code == 1
     assert "needs sbatch, which is not installed on this machine" in done.stderr
 
@@ -91,7 +125,7 @@ def test_slurm_without_its_programs_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_impossible_launcher_options_are_usage_errors(words: list[str]) -> None:
-    done = run("train", "model.py", "--gpus", "2", "--dry-run", *words)
+    done = run("train", "model.py", "--gpus", "2", "--device", "cpu", "--dry-run", *words)
     if words == ["--slurm-option", "nodes"]:
         assert done.exit_code == 1
         assert "expected a number of 1 or more" in done.stderr
@@ -103,7 +137,7 @@ def test_options_for_sbatch_in_a_settings_file_apply_to_slurm_only(tmp_path: Pat
     (tmp_path / "autopipe.toml").write_text('[train]\nslurm-option = ["nodes=2"]\n')
     done = run("train", "model.py", "--launcher", "env", "--dry-run", **TORCHRUN, **MASTER, AUTOPIPE_TRAIN_GPUS="4")
     assert done.exit_code == 0, done.output
-    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "4", "--dry-run")
+    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "4", "--device", "cpu", "--dry-run")
     assert "#SBATCH --nodes=2" in done.stdout
 
 

@@ -3,13 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from pure.schedules.test_registry import (
-    dealt,
-    finishes_when_every_step_is_a_meeting_of_all_ranks,
-    held_at_most,
-    refusable,
-    texts,
-)
+from pure.schedules.test_registry import finishes_when_every_step_is_a_meeting_of_all_ranks, held_at_most, texts
+from support.layouts import dealt, refusable
 
 from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COMPUTE, StageEdges

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.layouts import cases
 from support.nccl.machine import Deadlock, OrderMismatch, execute
 from support.nccl.recorder import Run, recorded
 
@@ -16,7 +16,7 @@ from autopipe.ir import messages
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.runtime.transport import communicators
 from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
-from autopipe.schedules import REGISTRY, posting
+from autopipe.schedules import posting
 
 
 def layout(ranks: int, stages_per_rank: int = 1, replicas: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -57,6 +57,8 @@ CASES = {
     "1f1b, fan-out": ("1f1b", 16, 32, {"skips": "fan-out"}),
     "interleaved, skips": ("interleaved", 4, 8, {"v": 2, "skips": "unet"}),
     "2bw, skips": ("2bw", 4, 8, {"minibatches": 4, "skips": "unet"}),
+    "interleaved, 2 replicas": ("interleaved", 4, 16, {"v": 2, "replicas": 2}),
+    "interleaved, 16 replicas": ("interleaved", 4, 64, {"v": 2, "replicas": 16}),
     "2 replicas": ("1f1b", 4, 16, {"replicas": 2}),
     "16 replicas": ("1f1b", 4, 64, {"replicas": 16}),
     "8 stages of 64 replicas": ("1f1b", 8, 128, {"replicas": 64}),
@@ -72,34 +74,11 @@ def test_training_over_nccl_ends(name):
         execute([r.program for r in recorders], queues=queues, streams=STREAMS, depth=depth)
 
 
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    """Return a run under any schedule that flushes or not, with replicas or several stages a rank, and skips."""
-    kind = REGISTRY[draw(st.sampled_from(sorted(set(REGISTRY) - {"custom"})))]
-    m, window = draw(st.integers(1, 8)), draw(st.integers(1, 3))
-    options = {o.name: o.minimum for o in kind.options if o.maximum < 1000}
-    if kind.several_stages and draw(st.booleans()):
-        ranks, v = draw(st.integers(1, 4)), draw(st.integers(2, 3))
-        stage_ranks = layout(ranks, v)
-        m = ranks * draw(st.integers(1, 2))
-    elif kind.replicas:
-        counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-        stage_ranks = tuple(tuple(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts)))
-        m += options.get("depth", 0) * sum(counts)
-    else:
-        stage_ranks = layout(draw(st.integers(1, 6)))
-        m += options.get("depth", 0) * len(stage_ranks)
-    stages = len(stage_ranks)
-    skips = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)), max_size=3))
-    forward = sorted({(s, s + 1) for s in range(stages - 1)} | {(a, b) for a, b in skips if a < b})
-    spec = ScheduleSpec(stage_ranks, m, window, draw(st.integers(0, 2)), options)
-    return Run(kind.name, spec, StageEdges(tuple(forward), tuple((b, a) for a, b in forward)))
-
-
-@given(runs())
+@given(cases())
 @settings(max_examples=60, deadline=None)
-def test_every_schedule_and_layout_ends(run):
-    recorders = recorded(run)
+def test_every_schedule_and_layout_ends(drawn):
+    kind, request, edges_of_stages = drawn
+    recorders = recorded(Run(kind.name, request, edges_of_stages))
     execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
     for recorder in recorders:
         assert len(recorder.program.communicators) + 2 <= STREAMS
