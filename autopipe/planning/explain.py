@@ -141,7 +141,7 @@ def _limit(problem: Problem, plan: Plan) -> str:
     limited = solve_problem(problem)
     roomy = dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited))
     free = solve_problem(roomy)
-    if free is not None and limited is not None:
+    if free is not None and limited is not None:  # pragma: no branch - a plan was found, so both searches find one
         gain = limited.predicted.step_seconds / free.predicted.step_seconds - 1
         if gain > LEAST_GAIN:
             return f"memory: without its limit a step would be {gain:.1%} faster"

@@ -13,7 +13,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.compare import Contender, _advice, _best
-from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
+from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, data_parallel_plan, runners_up
 from autopipe.schedules import REGISTRY
 
 
@@ -225,3 +225,37 @@ def test_a_search_that_fails_leaves_the_known_plans():
     assert _best(failing, [plan]) is plan
     with pytest.raises(PlanError, match="nothing fits"):
         _best(failing, [])
+
+
+def test_a_score_chooses_only_among_plans_that_fit():
+    profile, cluster = chain(4, saved=2**20, weight=2**30), machine(2, 12)
+    scored = []
+
+    def score(plan):
+        scored.append(plan)
+        return plan.predicted
+
+    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, may_replicate=True)
+    plan = make_plan(profile, cluster, options, score=score)
+    assert len(plan.stages) == 2
+    assert {len(other.stages) for other in scored} == {2}  # the whole model does not fit a device
+
+
+def test_no_more_plans_are_scored_than_the_limit():
+    scored = []
+
+    def score(plan):
+        scored.append(plan)
+        return plan.predicted
+
+    make_plan(chain(30), machine(12), PlanOptions(num_ranks=12, batch_size=32), score=score)
+    assert len(scored) == MOST_SCORED
+
+
+def test_an_explanation_without_neighbouring_cuts_or_other_plans_omits_them():
+    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4)
+    plan = make_plan(chain(2), machine(2), options)
+    lines = explain(plan, chain(2), machine(2), options).lines()
+    assert lines[0].endswith("the slower side takes 60.0 ms")
+    assert not [line for line in lines if "one cut" in line or "runner-up" in line]
+    assert len(lines) == 3

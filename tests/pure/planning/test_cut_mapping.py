@@ -118,3 +118,27 @@ def test_an_unknown_home_is_refused() -> None:
     for wrong in ({"w": "gone"}, {"gone": "lin_0"}):
         with pytest.raises(ValueError, match="is assigned to the stage of"):
             replace(graph, homes=wrong)
+
+
+def test_unused_state_beside_an_input_only_node_belongs_to_the_next_computation() -> None:
+    graph = graph_of(["lin.w", "mask", "act", "loss"])
+    mask = replace(graph.nodes[1], inputs=("x",), input_only=True)
+    act = replace(graph.nodes[2], inputs=("lin_0",))
+    graph = replace(
+        graph, nodes=(graph.nodes[0], mask, act, graph.nodes[3]), parameters=graph_of(["a.w", "a.u"]).parameters
+    )
+    assert unused_state(graph) == {"u": 3}
+    assert unused_state(replace(graph, homes={"u": "mask_1"})) == {"u": 2}
+
+
+def test_state_of_an_input_only_node_must_be_in_each_stage_that_runs_it() -> None:
+    graph = graph_of(["mask.u", "lin.w", "lin.v", "loss"])
+    mask = replace(graph.nodes[0], input_only=True)
+    first = replace(graph.nodes[1], inputs=("x", "mask_0"))
+    nodes = (mask, first, *graph.nodes[2:])
+    graph = replace(graph, nodes=nodes)
+    plan = plan_of(graph, 2)
+    assert starts(map_cuts_to(plan, graph, graph)) == [0, 2]
+    both = replace(nodes[2], inputs=("lin_1", "mask_0"))
+    with pytest.raises(PlanError, match="reads u in stage 1, which does not have it"):
+        map_cuts_to(plan, graph, replace(graph, nodes=(mask, first, both, nodes[3])))

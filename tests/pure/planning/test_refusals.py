@@ -60,6 +60,16 @@ def test_fewer_microbatches_than_the_schedule_needs_are_refused():
     assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, but a batch of 3 has 3"
 
 
+def test_plans_with_too_few_microbatches_for_their_stages_are_refused_with_replicas():
+    kind = dataclasses.replace(REGISTRY["1f1b"], name="strict", min_microbatches=lambda p, depth: 4 * p - 3)
+    options = PlanOptions(
+        num_ranks=2, batch_size=4, num_microbatches=4, schedule="strict", kind=kind, may_replicate=True
+    )
+    # one stage does not fit, and two stages need 5 microbatches
+    error = refusal(chain(saved=2**20, weight=2**30), machine(2, 12), options)
+    assert error.what == "schedule 'strict' with 2 stages needs at least 5 microbatches, but 4 are requested"
+
+
 @pytest.mark.parametrize("schedule", sorted(REGISTRY))
 def test_the_smallest_count_of_every_schedule_is_accepted_and_one_less_refused(schedule):
     least = max(1, REGISTRY[schedule].least_microbatches(4))
@@ -141,6 +151,12 @@ def test_the_remedy_for_too_little_memory_works(memory, options, remedy, cure):
     error = refusal(chain(), machine(8, memory), options)
     assert error.remedy.startswith(remedy)
     make_plan(chain(), machine(8, memory), dataclasses.replace(options, **cure))
+
+
+def test_no_other_number_of_microbatches_is_suggested_for_a_schedule_given_as_text():
+    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, stage_ranks=(0, 1))
+    error = refusal(chain(), machine(8, 5.5), options)
+    assert error.remedy.startswith("no smaller change fits: use devices with ")
 
 
 def test_if_no_change_fits_a_device_that_would_is_named():

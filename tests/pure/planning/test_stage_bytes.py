@@ -13,8 +13,11 @@ from support.planning_cases import profile_of, random_graph, replicated_case
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import bytes_by_rank
+from autopipe.ir.profile import Measurement, NodeCost
 from autopipe.ir.schedule import ScheduleSpec
+from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.cost.atoms import Atoms
@@ -39,6 +42,35 @@ def test_the_terms_of_a_plan_are_the_entries_of_the_tables(seed, optimizer_bytes
     for terms, (i, j) in zip(stages, itertools.pairwise(chosen), strict=True):
         assert [getattr(terms, name) for name in TERMS] == [getattr(tables, name)[i, j] for name in TERMS]
         assert all(isinstance(getattr(terms, name), int) for name in TERMS)
+
+
+def terms_of_two_stages(nodes, buffers):
+    spec = TensorSpec(("s0", 4), "float32")
+    graph = Graph("toy", (Input("x", spec),), (Symbol("s0", "x", 0, 4),), nodes, (nodes[-1].name,), {}, buffers, {})
+    costs = {node.name: NodeCost(1.0, 1.0, 64, 0) for node in nodes}
+    sums = ByteSums(Atoms(graph, Cuts(graph), Measurement(4, costs)), 0.0)
+    return sums.along([0, len(nodes) - 1])
+
+
+def test_a_value_that_only_orders_two_nodes_is_not_kept_by_the_later_stage():
+    spec = TensorSpec(("s0", 4), "float32", requires_grad=True)
+    first = Node("first", "call_function", "f", ("x",), spec)
+    middle = Node("middle", "call_function", "f", ("first",), spec)
+    last = Node("last", "call_function", "f", ("middle",), spec)
+    plain = terms_of_two_stages((first, middle, last), {})
+    ordered = terms_of_two_stages((first, middle, dataclasses.replace(last, after=("first",))), {})
+    assert [terms.kept for terms in ordered] == [terms.kept for terms in plain] == [64, 64]
+
+
+def test_every_stage_that_computes_an_input_only_value_has_the_buffer_it_reads():
+    spec = TensorSpec(("s0", 4), "float32", requires_grad=True)
+    mask = Node("mask", "call_function", "f", ("x",), TensorSpec(("s0", 4), "float32"), buffers=("b",), input_only=True)
+    first = Node("first", "call_function", "f", ("x", "mask"), spec)
+    last = Node("last", "call_function", "f", ("first", "mask"), spec)
+    buffers = {"b": TensorSpec((10,), "float32")}
+    assert [terms.weights for terms in terms_of_two_stages((mask, first, last), buffers)] == [40, 40]
+    last = dataclasses.replace(last, inputs=("first",))
+    assert [terms.weights for terms in terms_of_two_stages((mask, first, last), buffers)] == [40, 0]
 
 
 def searched_bytes(problem, plan):
