@@ -11,6 +11,7 @@ from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.connections import Connections, Lost
+from autopipe.launch.remote.event_fields import problem
 
 
 class RemoteRanks:
@@ -81,8 +82,10 @@ class RemoteRanks:
                     self._stop.ask(message.signal)
             case protocol.Event():
                 event = message.event
-                if event.get("rank") not in self._ranks_of[index] or not isinstance(event.get("kind"), str):
+                if event.get("rank") not in self._ranks_of[index]:
                     connection.drop("it sent an event of another rank")
+                elif wrong := problem(event):
+                    connection.drop(f"it sent a malformed event: {wrong}")
                 else:
                     yield protocol.corrected(event, connection.offset_ns)
 

@@ -164,5 +164,6 @@ class Stepper:
         skipped = may_skip and (self.scaler is None or not math.isfinite(loss))
         if skipped or not math.isfinite(loss):
             policy = "skip" if skipped else "warn"
-            self.reporter.event("nonfinite", step=minibatch, what=f"its loss is {loss}", policy=policy)
+            place = self.loss.stage + 1
+            self.reporter.event("nonfinite", step=minibatch, what=f"its loss is {loss}", place=place, policy=policy)
         self.reporter.event("step", step=minibatch, loss=loss, samples=samples, time=time.time())

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autopipe
 from autopipe.errors import WorkerError
+from autopipe.ir import artifact
+from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.rank.signals import StopRequest
+from autopipe.launch.rank.worker import describe
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.connections import Connections, Lost
+from autopipe.launch.remote.event_fields import FIELDS, problem
 from autopipe.launch.remote.remote_ranks import RemoteRanks
 from autopipe.launch.request import WorkerSpec
+from autopipe.report.results import StagePeak
+from autopipe.runtime.batches.source import OTHER_DATA
 
 SPEC = WorkerSpec(
     run="/run", rank=1, world_size=2, store="", heartbeats="", body="train", timeout_seconds=60.0, host="h1"
 )
 BEAT = protocol.RankBeat(1, 0.5, 7, True, "1RF3<0", 4, -1)
+ERROR = describe(ValueError("x"), None)
 MESSAGES: tuple[protocol.Message, ...] = (
     protocol.Start(2, (SPEC,), "/run/job.json", "ab"),
     protocol.Stop(7, True),
@@ -122,7 +133,7 @@ def watched(*connections: Played, stop: StopRequest | None = None) -> RemoteRank
 
 
 def event(rank: int, attempt: int = 2) -> protocol.Event:
-    return protocol.Event(attempt, {"kind": "step", "rank": rank, "time_ns": 50})
+    return protocol.Event(attempt, {"kind": "exit", "rank": rank, "code": 0, "time_ns": 50})
 
 
 def test_messages_of_an_earlier_attempt_are_ignored() -> None:
@@ -140,6 +151,58 @@ def test_a_host_reports_its_own_ranks_only() -> None:
     assert "an event of another rank" in lost["message"]
     assert ranks.beats()[0].doing == "starting"
     assert list(ranks.poll(0)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"kind": "step", "step": 1, "loss": 0.5, "time": 2.0}, "step lacks 'samples'"),
+        ({"kind": "step", "step": "1", "loss": 0.5, "samples": 8, "time": 2.0}, "'step' of step is '1'"),
+        ({"kind": "step", "step": True, "loss": 0.5, "samples": 8, "time": 2.0}, "'step' of step is 'True'"),
+        ({"kind": "step", "step": 10**30, "loss": 0.5, "samples": 8, "time": 2.0}, "'step' of step is '1000"),
+        ({"kind": "note", "text": "a", "time_ns": "now"}, "note has the unknown field 'time_ns'"),
+        ({"kind": "exit", "code": 1.5, "time_ns": 3}, "'code' of exit is '1.5'"),
+        ({"kind": "spans", "spans": [[{"op": "F"}, 0.0, 1.0]]}, "'spans' of spans is"),
+        ({"kind": "spans", "spans": [[{"op": "F", "stage": 0, "minibatch": 0}, 0.0]]}, "'spans' of spans is"),
+        ({"kind": "error", "message": "x"}, "error lacks 'where'"),
+        ({"kind": "error", **ERROR, "out_of_memory": {"used": 3}}, "'out_of_memory' of error is"),
+        ({"kind": "lost", "host": "h0", "ranks": [0], "time_ns": 1}, "'lost' is not the kind of an event of a rank"),
+        ({"kind": ["step"]}, "is not the kind of an event of a rank"),
+        ({}, "'None' is not the kind of an event of a rank"),
+    ],
+)
+def test_a_malformed_event_is_an_error_of_its_host(fields: dict[str, Any], wrong: str) -> None:
+    ranks = watched(Played("h0"), Played("h1", [protocol.Event(2, {"rank": 1, **fields})], offset_ns=30))
+    (lost,) = ranks.poll(0)
+    assert (lost["kind"], lost["host"], lost["ranks"]) == ("lost", "h1", (1,))
+    assert "it sent a malformed event" in lost["message"] and wrong in lost["message"]
+
+
+def test_every_event_of_a_rank_is_in_the_table_with_its_fields() -> None:
+    events = {"exit": {"code", "time_ns"}, "error": set(FIELDS["error"]), "peak": {*FIELDS["peak"]}}  # built elsewhere
+    for path in Path(autopipe.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "event":
+                (kind,) = call.args
+                if all(keyword.arg for keyword in call.keywords):
+                    name = kind.value if isinstance(kind, ast.Constant) else OTHER_DATA
+                    fields = {str(keyword.arg) for keyword in call.keywords}
+                    assert events.setdefault(str(name), fields) == fields, path
+    assert {kind: set(fields) for kind, fields in FIELDS.items()} == events
+    assert ERROR.keys() == FIELDS["error"].keys()
+    assert FIELDS["peak"].keys() == {field.name for field in dataclasses.fields(StagePeak)} - {"rank"}
+
+
+def test_a_loss_that_is_not_finite_and_any_text_are_accepted() -> None:
+    oom = dict.fromkeys(("predicted", "used", "requested", "available"), 3)
+    bodies: list[dict[str, Any]] = [
+        {"kind": "step", "step": 1, "loss": float("nan"), "samples": 8, "time": 2},
+        {"kind": "note", "text": "\0 \ud800"},
+        {"kind": "exit", "code": None, "time_ns": 3},
+        {"kind": "spans", "spans": [[artifact.encode(Instruction(Op.STEP, 0, 1)), 0.0, 1.0]]},
+        {"kind": "error", **ERROR, "out_of_memory": oom},
+    ]
+    assert [problem({"rank": 0, **body}) for body in bodies] == [""] * len(bodies)
 
 
 def test_an_event_arrives_in_the_time_of_this_host() -> None:
