@@ -200,18 +200,20 @@ def with_replicas(options: PlanOptions) -> PlanOptions:
 def _with_equal_replicas(request: PlanRequest, options: PlanOptions) -> list[PlanOptions]:
     """Return the options with the same replicas for every stage, for each number that divides the ranks.
 
-    Two groups of ranks or more run several stages each. A single group runs the whole model, if that is not excluded.
+    Two groups of ranks or more run several stages each. A single group runs the whole model, as it does under other
+    schedules: it is tried if the request names this one, without a number of stages per rank.
     """
     ranks, many = options.num_ranks, options.num_ranks > MANY_RANKS
     if many and ranks < options.offered:
         return []
+    auto = request.schedule in (None, "auto")
     per_rank = (request.stages_per_rank,) if request.stages_per_rank else options.schedule_kind.planned_stages_per_rank
-    most = MOST_PAIRS if request.schedule in (None, "auto") else math.inf
+    whole = () if auto or request.stages_per_rank else (1,)
     divisors = [d for d in range(2, ranks + 1) if ranks % d == 0 and not (many and d & (d - 1))]
     return [
-        dataclasses.replace(options, replicas=d, stages_per_rank=count, most_pairs=most)
+        dataclasses.replace(options, replicas=d, stages_per_rank=count, most_pairs=MOST_PAIRS if auto else math.inf)
         for d in divisors
-        for count in (per_rank if d < ranks else {*per_rank} & {1} or ((1,) if not request.stages_per_rank else ()))
+        for count in (per_rank if d < ranks else whole)
     ]
 
 

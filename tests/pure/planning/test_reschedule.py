@@ -34,6 +34,14 @@ def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
     assert with_schedule(planned, PlanRequest()) == (planned, ())
 
 
+def test_equal_replicas_are_kept_when_stages_are_dealt_out_again():
+    options = PlanOptions(num_ranks=8, batch_size=32, num_microbatches=8, schedule="zero-bubble", replicas=2)
+    planned = make_plan(PROFILE, machine(8, 100), options)
+    other, _ = with_schedule(planned, PlanRequest(schedule="interleaved", stages_per_rank=2))
+    assert other.stage_ranks == ((0, 1), (2, 3)) * 2
+    assert math.isfinite(predict.predict(other, PROFILE, FAST).step_seconds)
+
+
 @pytest.mark.parametrize(
     ("request_", "what"),
     [

@@ -15,12 +15,12 @@ from autopipe.runtime.executor import _overlapping_backwards
 from autopipe.schedules import make
 
 
-def order_of_sums(row: list[Instruction], early: bool) -> list[tuple[int, int]]:
-    """Return the order in which a rank starts its sums: as early as it may, or each at its R."""
-    overlapping = _overlapping_backwards(row) if early else frozenset()
+def order_of_sums(row: list[Instruction], late: set[int]) -> list[tuple[int, int]]:
+    """Return the order in which a rank starts its sums: those of ``late`` stages at their R, others where they may."""
+    overlapping = _overlapping_backwards(row)
     started: dict[tuple[int, int], None] = {}
     for i in row:
-        if i.op == Op.REDUCE or i in overlapping:
+        if i.op == Op.REDUCE or (i in overlapping and i.stage not in late):
             started.setdefault((i.minibatch, i.stage))
     return list(started)
 
@@ -40,7 +40,8 @@ def test_sums_start_in_one_order_with_fewer_microbatches_and_parameters_without_
         for rank in group:
             row = [i for i in schedule.rows[rank] if i.microbatch < left]  # a ragged last minibatch
             overlapped += len(_overlapping_backwards(row))
-            orders |= {tuple(order_of_sums(row, early)) for early in (False, True)}
+            stages = {i.stage for i in row}
+            orders |= {tuple(order_of_sums(row, late)) for late in (set(), stages, *({stage} for stage in stages))}
         assert len(orders) == 1
     assert bool(overlapped) == (name != "zero-bubble")  # a backward in halves has no last part that sums could follow
 
