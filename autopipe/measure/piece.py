@@ -20,13 +20,15 @@ from torch.utils import _pytree as pytree
 
 from autopipe import sparse
 
+_CAPTURED = "cpu"  # the type of the device on which models are captured
+
 
 class StateCopies:
     """Copies of parameters, buffers, constants and modules, made on first use. Tied tensors stay tied."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._root = root
-        self._device = device
+        self.device = device
         self._memo: dict[int, Any] = {}  # id of an original -> its copy
         self._originals: list[Any] = []  # kept alive, because an id is valid only while its object lives
 
@@ -51,11 +53,11 @@ class StateCopies:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._memo:
             if tensor.is_meta:
-                copied = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+                copied = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
                 if tensor.is_floating_point():
                     copied.normal_(std=0.02)
             else:
-                copied = tensor.detach().to(self._device, copy=True)
+                copied = tensor.detach().to(self.device, copy=True)
             if isinstance(tensor, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
             self._memo[id(tensor)] = copied
@@ -70,8 +72,8 @@ class StateCopies:
             copied = copy.deepcopy(module, self._memo)
             for part in copied.modules():
                 for name, value in list(vars(part).items()):
-                    if isinstance(value, Tensor) and value.device != self._device:
-                        setattr(part, name, value.to(self._device))
+                    if isinstance(value, Tensor) and value.device != self.device:
+                        setattr(part, name, value.to(self.device))
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()
             self._originals.append(module)
@@ -89,7 +91,7 @@ class Piece:
         graph = fx.Graph()
         copies: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         attributes: dict[str, Any] = {}
-        region = Region(graph)
+        region = Region(graph, state.device)
 
         def argument(node: fx.Node) -> fx.Node:
             if node.op == "get_attr" and node.name not in copies:
@@ -100,7 +102,8 @@ class Piece:
         for node in nodes:
             if node.op == "call_module":
                 attributes[_attribute(node)] = state.attribute(str(node.target))
-            arguments = fx.node.map_arg(node.args, argument), fx.node.map_arg(node.kwargs, argument)
+            args, kwargs = arguments_on(state.device, node)
+            arguments = fx.node.map_arg(args, argument), fx.node.map_arg(kwargs, argument)
             region.enter(node)
             target = _attribute(node) if node.op == "call_module" else _callable(node.target)
             copies[node.name] = graph.create_node(node.op, target, *arguments, name=node.name)
@@ -135,17 +138,17 @@ def _callable(target: Any) -> Any:
 
 
 class Region:
-    """Writes the changes of grad mode and autocast between the nodes of a piece into an fx graph."""
+    """Writes the changes of grad mode and autocast between the nodes of a piece into an fx graph, for a device."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, device: torch.device) -> None:
+        self._graph, self._device = graph, device
         self._grad = True
         self._autocast: tuple[Any, ...] = ()
         self._open: list[fx.Node] = []
 
     def enter(self, node: fx.Node) -> None:
         """Enter the region of the next node, and leave the regions that it is not in."""
-        self._change(grad_of(node), autocast_of(node))
+        self._change(grad_of(node), autocast_of(node, self._device))
 
     def leave(self) -> None:
         """Leave all regions."""
@@ -168,10 +171,28 @@ def grad_of(node: fx.Node) -> bool:
     return bool(node.meta.get("grad", True))
 
 
-def autocast_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return (device, dtype, enabled, cache) of every autocast region that a node runs in."""
+def autocast_of(node: fx.Node, device: torch.device) -> tuple[Any, ...]:
+    """Return (device, dtype, enabled, cache) of every autocast region that a node runs in on a device.
+
+    Models are captured on the CPU: a region of the CPU is one of the device that computes, as in the stage files.
+    """
     entries = node.meta.get("autocast") or ()
-    return (tuple(entries),) if entries and isinstance(entries[0], str) else tuple(tuple(entry) for entry in entries)
+    regions = (entries,) if entries and isinstance(entries[0], str) else entries
+    return tuple((device.type if kind == _CAPTURED else kind, *rest) for kind, *rest in regions)
+
+
+def arguments_on(device: torch.device, node: fx.Node) -> tuple[Any, Any]:
+    """Return the arguments of a call, in which the device of the capture is replaced by the one that computes."""
+    if device.type == _CAPTURED:
+        return node.args, node.kwargs
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type == _CAPTURED else value
+
+    args, kwargs = fx.node.map_aggregate(node.args, moved), dict(fx.node.map_aggregate(node.kwargs, moved))
+    if kwargs.get("device") == _CAPTURED:
+        kwargs["device"] = device
+    return args, kwargs
 
 
 def storage_of(tensor: Tensor) -> int:

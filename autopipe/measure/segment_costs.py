@@ -91,7 +91,7 @@ class SegmentCosts:
         """Compute the values of a segment, without gradients, for the segments after it."""
         state = StateCopies(self._subject.root, self._subject.clock.device)
         for index, node in enumerate(segment.nodes):
-            with region(node, grad=False):
+            with region(node, state.device, grad=False):
                 values.by_name[node.name] = call(node, values.by_name, state)
             values.grads[node.name] = cost.grads[index]
         names = {position: name for name, position in segment.positions.items()}

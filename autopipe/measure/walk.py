@@ -22,7 +22,16 @@ from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
 from autopipe.measure.clock import Clock
 from autopipe.measure.live import Workspace
-from autopipe.measure.piece import Piece, StateCopies, autocast_of, grad_of, storage_of, tensors_of, with_history
+from autopipe.measure.piece import (
+    Piece,
+    StateCopies,
+    arguments_on,
+    autocast_of,
+    grad_of,
+    storage_of,
+    tensors_of,
+    with_history,
+)
 from autopipe.measure.work import WorkCounter
 
 _REPEATS = 3
@@ -56,12 +65,12 @@ class Values:
 
 
 @contextlib.contextmanager
-def region(node: fx.Node, *, grad: bool) -> Iterator[None]:
+def region(node: fx.Node, device: torch.device, *, grad: bool) -> Iterator[None]:
     """Enter the grad mode and autocast of the user's code at a node. ``grad=False`` disables gradients in any case."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad and grad_of(node)))
-        for device, dtype, enabled, cache in autocast_of(node):
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        for kind, dtype, enabled, cache in autocast_of(node, device):
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
 
@@ -71,8 +80,7 @@ def call(node: fx.Node, values: Mapping[str, Any], state: StateCopies) -> Any:
     def argument(source: fx.Node) -> Any:
         return state.attribute(str(source.target)) if source.op == "get_attr" else values[source.name]
 
-    args = fx.node.map_arg(node.args, argument)
-    kwargs = fx.node.map_arg(node.kwargs, argument)
+    args, kwargs = (fx.node.map_arg(part, argument) for part in arguments_on(state.device, node))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function = state.attribute(str(node.target)) if node.op == "call_module" else node.target
@@ -122,7 +130,15 @@ def signature(node: fx.Node, values: Values, state: StateCopies) -> Any:
         target = type(module).__qualname__, repr(module), module.training, tuple(tensors)
     elif node.op == "call_function":
         target = torch.typename(node.target) + getattr(node.target, "__qualname__", str(node.target))
-    return node.op, target, describe(args), describe(kwargs), tuple(reads), grad_of(node), str(autocast_of(node))
+    return (
+        node.op,
+        target,
+        describe(args),
+        describe(kwargs),
+        tuple(reads),
+        grad_of(node),
+        str(autocast_of(node, state.device)),
+    )
 
 
 @dataclass
@@ -157,7 +173,7 @@ class NodeTimer:
             self.workspace[key], self.work[key] = self._counted(node, *self._arguments(names, about, values), state)
         for _ in range(repeats):
             arguments, leaves = self._arguments(names, about, values)
-            with region(node, grad=True):
+            with region(node, self.clock.device, grad=True):
                 result, f = self.clock.time(functools.partial(call, node, arguments, state))
             b = 0.0 if key in self.timed else self._backward(result, [*leaves, *_trained(state)])
             forward, backward = min(forward, f), min(backward, b)
@@ -167,7 +183,9 @@ class NodeTimer:
                 if name in arguments:
                     values.note(name, arguments[name])
             values.note(node.name, result)
-            with region(node, grad=False):  # once on the values themselves, so that all that share the memory see it
+            with region(
+                node, self.clock.device, grad=False
+            ):  # once on the values themselves, so that all that share the memory see it
                 values.by_name[node.name] = call(node, values.by_name, state)
         else:
             values.store(node.name, result)
@@ -185,7 +203,11 @@ class NodeTimer:
         self, node: fx.Node, arguments: dict[str, Any], leaves: list[Tensor], state: StateCopies
     ) -> tuple[int, NodeWork]:
         """Return the temporary memory of the forward or the backward, whichever is larger, and the work of both."""
-        with Workspace(self.clock.device) as forward, WorkCounter() as forward_work, region(node, grad=True):
+        with (
+            Workspace(self.clock.device) as forward,
+            WorkCounter() as forward_work,
+            region(node, self.clock.device, grad=True),
+        ):
             result = call(node, arguments, state)
         with Workspace(self.clock.device) as backward:
             run = _backward_of(result, [*leaves, *_trained(state)])
@@ -250,7 +272,10 @@ class SavedBytes:
                 self._alive.append(tensor.detach())
                 return tensor
 
-            with region(node, grad=True), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with (
+                region(node, state.device, grad=True),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            ):
                 values[node.name] = call(node, values, state)
 
 

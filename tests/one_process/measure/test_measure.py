@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 from support.stacks import SPEC, Stack, Workload, captured, stack_of
-from torch import nn
+from torch import fx, nn
 
 from autopipe.errors import ProfileError
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
-from autopipe.measure.piece import Piece, StateCopies
+from autopipe.measure.piece import Piece, StateCopies, arguments_on
 from autopipe.measure.size import SizeMeasurement
 
 
@@ -289,3 +289,24 @@ def test_the_load_of_the_machine_is_recorded_for_every_size():
     clock.wall_seconds, clock.own_seconds = 1000.0, 500.0
     run.measurement()
     assert clock.steal_time == pytest.approx(0.5, abs=0.01)
+
+
+def test_regions_and_devices_of_the_capture_are_those_of_the_device_that_computes():
+    """On a GPU, the measured calls run under the autocast rules of the GPU, as in the stage files."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.matmul, (x, x))
+    product.meta["autocast"] = (("cpu", torch.bfloat16, True, True),)
+    zeros = graph.call_function(torch.zeros, (1,), {"device": torch.device("cpu")})
+    ones = graph.call_function(torch.ones, (1,), {"device": "cpu"})
+    cuda = StateCopies(nn.Module(), torch.device("cuda", 0))
+    piece = Piece([product, zeros, ones], ["x"], ["matmul"], cuda)
+    (entered,) = [n for n in piece.module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
+    assert entered.args == ("cuda", torch.bfloat16, True, True)
+    made = [n.kwargs["device"] for n in piece.module.graph.nodes if n.target in (torch.zeros, torch.ones)]
+    assert made == [torch.device("cuda", 0)] * 2
+    on_cpu = Piece([product, zeros, ones], ["x"], ["matmul"], StateCopies(nn.Module(), torch.device("cpu")))
+    assert [n.args[0] for n in on_cpu.module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast] == [
+        "cpu"
+    ]
+    assert arguments_on(torch.device("cpu"), ones) == (ones.args, ones.kwargs)
