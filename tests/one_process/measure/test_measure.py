@@ -303,8 +303,8 @@ def test_regions_and_devices_of_the_capture_are_those_of_the_device_that_compute
     piece = Piece([product, zeros, ones], ["x"], ["matmul"], cuda)
     (entered,) = [n for n in piece.module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
     assert entered.args == ("cuda", torch.bfloat16, True, True)
-    made = [n.kwargs["device"] for n in piece.module.graph.nodes if n.target in (torch.zeros, torch.ones)]
-    assert made == [torch.device("cuda", 0)] * 2
+    devices = [n.kwargs["device"] for n in piece.module.graph.nodes if n.target in (torch.zeros, torch.ones)]
+    assert devices == [torch.device("cuda", 0)] * 2
     on_cpu = Piece([product, zeros, ones], ["x"], ["matmul"], StateCopies(nn.Module(), torch.device("cpu")))
     assert [n.args[0] for n in on_cpu.module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast] == [
         "cpu"
