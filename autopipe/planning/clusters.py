@@ -24,6 +24,7 @@ HOST_OVERHEAD = RuntimeOverhead(
 )
 GPU_BANDWIDTH = 16e9
 GPU_LATENCY_SECONDS = 10e-6
+GPU_CONTEXT_BYTES, GPU_GAPS = 2**30, 0.08  # see usable_gpu_bytes
 LINK_LATENCY_SECONDS = 20e-6
 
 
@@ -111,14 +112,23 @@ def precision_of(profile: Profile) -> str:
     return {"float16": "fp16", "bfloat16": "bf16"}.get(most, "fp32")
 
 
+def usable_gpu_bytes(total: int) -> int:
+    """Return how much of a GPU's memory a plan may use.
+
+    Taken off are 1 GiB for the CUDA context, cuBLAS and the communicators of NCCL, and 8 % for the gaps that torch's
+    allocator leaves between its blocks. Both are assumptions; ``--gpu-memory`` gives another limit.
+    """
+    return max(round(total * (1 - GPU_GAPS)) - GPU_CONTEXT_BYTES, 1)  # 0 would be no limit
+
+
 def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
     """Return this machine as a cluster. ``links``: their measurements; None: an assumption is used.
 
-    CPU ranks share the available memory. On GPUs, each rank has the memory of the profiled device.
+    CPU ranks share the available memory. On GPUs, each has ``usable_gpu_bytes`` of the profiled device.
     """
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
-        local, host = ClusterDevice(device.name, device.memory_bytes), RuntimeOverhead()
+        local, host = ClusterDevice(device.name, usable_gpu_bytes(device.memory_bytes)), RuntimeOverhead()
     else:
         import psutil
 

@@ -10,7 +10,7 @@ from autopipe.commands.settings import ClusterSettings, ModelSettings, PlanSetti
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Links
 from autopipe.ir.profile import Device
-from autopipe.planning.clusters import by_datasheet, cluster_of_figures, precision_of, this_machine
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, precision_of, this_machine, usable_gpu_bytes
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
@@ -32,7 +32,10 @@ def test_cpu_ranks_share_the_memory_of_this_machine():
 
 
 def test_a_gpu_has_the_profiled_memory():
-    assert this_machine(2, Device("cuda", "H", 5 * 2**30)).device(1).memory_bytes == 5 * 2**30
+    total = 5 * 2**30
+    assert this_machine(2, Device("cuda", "H", total)).device(1).memory_bytes == usable_gpu_bytes(total)
+    assert usable_gpu_bytes(total) == round(0.92 * total) - 2**30
+    assert usable_gpu_bytes(2**29) == 1  # 0 would be no limit
 
 
 def test_a_named_device_is_scaled_by_datasheets_and_marked_as_an_estimate():
