@@ -98,3 +98,9 @@ def test_a_device_that_is_not_a_table_is_refused(tmp_path):
     )
     with pytest.raises(PlanError, match="device is 3; it must be a table"):
         cluster_from(tmp_path, text)
+
+
+def test_an_entry_of_a_list_that_is_not_a_table_is_refused(tmp_path):
+    _, _, levels = CLUSTER_FILE.partition("[[level]]")
+    with pytest.raises(PlanError, match="expected a table, got 'V100'"):
+        cluster_from(tmp_path, f'device = ["V100"]\n[[level]]{levels}')

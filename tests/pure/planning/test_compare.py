@@ -13,7 +13,13 @@ from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.compare import Contender, _advice, _best
-from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, data_parallel_plan, runners_up
+from autopipe.planning.search.alternatives import (
+    MOST_SCORED,
+    RankedScore,
+    best_by_score,
+    data_parallel_plan,
+    runners_up,
+)
 from autopipe.schedules import REGISTRY
 
 
@@ -248,8 +254,18 @@ def test_no_more_plans_are_scored_than_the_limit():
         scored.append(plan)
         return plan.predicted
 
-    make_plan(chain(30), machine(12), PlanOptions(num_ranks=12, batch_size=32), score=score)
+    def solve(problem):
+        solved.append(problem)
+        return solve_problem(problem)
+
+    solved = []
+    problems = make_problems(chain(30), machine(12), PlanOptions(num_ranks=12, batch_size=32))
+    pairs = [(problem, solve_problem(problem)) for problem in problems]
+    best_by_score(pairs, score, solve)
     assert len(scored) == MOST_SCORED
+    # two plans have enough runners-up, one for each of their 11 cuts; those of a third are not searched
+    assert len(pairs) > 2
+    assert len(solved) == 2 * 11
 
 
 def test_an_explanation_without_neighbouring_cuts_or_other_plans_omits_them():

@@ -197,3 +197,21 @@ def test_stages_that_differ_in_replicas_are_refused_by_the_schedules_that_cannot
     assert {name for name, kind in REGISTRY.items() if kind.equal_replicas} == {"interleaved", "zero-bubble"}
     with pytest.raises(PlanError, match="needs the same number of replicas at every stage"):
         PlanOptions(num_ranks=4, batch_size=8, schedule="zero-bubble", may_replicate=True)
+
+
+def test_of_many_ranks_a_part_that_is_large_has_no_equal_replicas():
+    request = PlanRequest(schedule="interleaved")
+    counts = [
+        {options.num_ranks for options in Space.of(request, ranks, 4096).replicated if options.replicas > 1}
+        for ranks in (32, 128)
+    ]
+    assert counts == [{2, 4, 8, 16, 32}, {2, 4, 8, 16, 32, 128}]
+
+
+def test_contradicting_options_are_not_ruled_out_by_a_faster_plan():
+    cluster, options = flat(4), PlanOptions(num_ranks=4, batch_size=8, schedule="interleaved", replicas=2)
+    instant = make_plan(LAYERS, cluster, options)
+    instant = dataclasses.replace(instant, predicted=dataclasses.replace(instant.predicted, step_seconds=0.0))
+    assert api.cannot_beat(instant, LAYERS, cluster, options)
+    wrong = dataclasses.replace(options, microbatch_size=16)  # larger than the batch: the search refuses it
+    assert not api.cannot_beat(instant, LAYERS, cluster, wrong)
