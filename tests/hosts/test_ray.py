@@ -26,7 +26,7 @@ def test_each_rank_gets_the_variables_of_torchrun_for_its_node() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_without_ray_the_error_says_how_to_install_it(tmp_path: Path) -> None:
-    command = [*AUTOPIPE, "train", "model.py", "--launcher", "ray", "--gpus", "2"]
+    command = [*AUTOPIPE, "train", "model.py", "--launcher", "ray", "--gpus", "2", "--device", "cpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Ray is not installed" in done.stderr

@@ -14,7 +14,7 @@ from autopipe.runtime.transport.distributed import ProcessTransport
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)
 SKIP = Channel(ACTIVATION, 0, 3, 0, 1)
-CHANNELS = [FORWARD, BACKWARD, SKIP, Channel(CONTROL, 0, 0, 0, 1)]
+CHANNELS = sorted([FORWARD, BACKWARD, SKIP, Channel(CONTROL, 0, 0, 0, 1)])
 
 
 def channels_do_not_mix(rank: int, world: int) -> list[float]:
