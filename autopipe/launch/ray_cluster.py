@@ -66,7 +66,7 @@ class RayRun:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        cpus = cpus_of_rank(self.threads, gpus=self.gpus)
+        cpus = min([cpus_of_rank(self.threads, gpus=self.gpus), *(_cpus_per_gpu(ray) if self.gpus else ())])
         needs = {"CPU": cpus, **({"GPU": 1} if self.gpus else {})}
         group = placement_group([needs] * self.ranks, strategy="PACK")
         if not group.wait(PLACE_SECONDS):
@@ -126,6 +126,14 @@ def _ray() -> Any:
     except ImportError:
         raise RunError("--launcher ray: Ray is not installed", remedy="pip install 'autopipe-train[ray]'") from None
     return ray
+
+
+def _cpus_per_gpu(ray: Any) -> Iterator[int]:
+    """Yield how many CPUs each node has for one of its GPUs."""
+    for node in ray.nodes():
+        resources = node.get("Resources", {})
+        if node.get("Alive") and resources.get("GPU"):
+            yield max(int(resources.get("CPU", 0) // resources["GPU"]), 1)
 
 
 def _forward(ray: Any, lines: Any, write: Callable[[str, str], None]) -> int:

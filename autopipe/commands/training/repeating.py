@@ -128,9 +128,11 @@ class _Probe:
 
     def end(self) -> None:
         assert self.process.pid is not None, "it has started"
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, 9)  # with the workers of a loader
-        self.process.kill()  # a forked process may not have its own group yet
+        # the fork server has reaped a forked process that ended, and its number may be that of another process
+        if isinstance(self.process, subprocess.Popen) or self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, 9)  # with the workers of a loader
+            self.process.kill()  # a forked process may not have its own group yet
         if isinstance(self.process, subprocess.Popen):
             self.process.wait()
         else:

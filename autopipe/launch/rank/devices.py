@@ -61,12 +61,12 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
     index = usable[spec.local_rank % len(usable)]
     torch.cuda.set_device(index)
     reporter.event("device", index=index, others=len(usable) - 1)
-    sharing = ranks_on_shared_devices(store, spec.world_size, _identity(index))
+    sharing, shared = agree_on_devices(store, spec.world_size, _identity(index))
     permitted = os.environ.get(SHARED_GPU, "")
-    if sharing and not permitted and spec.local_world_size <= len(usable):
+    if shared and not permitted and spec.local_world_size <= len(usable):
         raise RunError(
-            f"{counted(sharing, 'rank')} of {spec.world_size} would share a GPU with another rank, although "
-            f"{counted(len(usable), 'GPU')} can be used here, for {counted(spec.local_world_size, 'rank')}",
+            f"rank {spec.rank} would share its GPU with another rank, although {counted(len(usable), 'GPU')} can be "
+            f"used here, for {counted(spec.local_world_size, 'rank')}",
             where=f"rank {spec.rank}: local rank {spec.local_rank}, GPU {index}",
             remedy="let the launcher set the local rank (LOCAL_RANK, SLURM_LOCALID), or make one GPU visible to each "
             f"rank; to share GPUs on purpose, set {SHARED_GPU}=host",
@@ -81,16 +81,17 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
 _BY = {True: "over NCCL", False: "through host memory"}
 
 
-def ranks_on_shared_devices(store: Any, world_size: int, identity: str) -> int:
-    """Return how many ranks have a device that another rank has as well, beyond the first of each device.
+def agree_on_devices(store: Any, world_size: int, identity: str) -> tuple[int, bool]:
+    """Return how many ranks have a device of an earlier rank, and whether another rank has this rank's device.
 
-    Every rank calls this with the identity of its device. Each makes at most six operations on the store.
+    Every rank calls this with the identity of its device. Each makes at most seven operations on the store.
     """
     if store.add(f"device/{identity}", 1) > 1:
         store.add("devices/shared", 1)
     if store.add("devices/known", 1) == world_size:
         store.set("devices/complete", str(store.add("devices/shared", 0)))
-    return int(store.get("devices/complete"))
+    sharing = int(store.get("devices/complete"))
+    return sharing, store.add(f"device/{identity}", 0) > 1
 
 
 def _identity(index: int) -> str:

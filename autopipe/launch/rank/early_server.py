@@ -54,7 +54,13 @@ def fork_early() -> None:
         Path(address).chmod(0o600)
         listener.listen()
         alive, ours = os.pipe()  # the server ends when the other end is closed
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes, or too little memory, at the moment
+            os.close(alive)
+            os.close(ours)
+            Path(address).unlink()
+            return
         if pid == 0:
             os.close(ours)
             _serve(listener.detach(), alive, parent, arguments)

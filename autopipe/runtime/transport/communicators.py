@@ -4,8 +4,8 @@ Each communicator takes device memory, connections and one CUDA stream of the 32
 communicators on one stream can deadlock. So a rank is in few of them: all activations and gradients from one rank to
 another share one, and their receives are posted in the order of the sends (``schedules.posting``).
 
-Ranks of neighbouring stages always have a communicator. A pair of ranks that only skips stages gets one while both are
-in fewer than ``MOST_GROUPS``. The messages of the others go through host memory and gloo.
+Ranks of neighbouring stages have a communicator while there are streams for it. A pair of ranks that only skips stages
+gets one while both are in fewer than ``MOST_GROUPS``. The messages of the others go through host memory and gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, FIGURES, GRADIENT, Channel
 
 MOST_GROUPS = 8
@@ -31,14 +30,15 @@ _LIMIT = STREAMS - 2
 class Pair:
     """Messages from one rank to another that are transferred in one order."""
 
-    purpose: str  # "stages", or the kind of the only channels that share the pair
+    purpose: str  # "stages", or the kind and the stages of the only channel
     from_rank: int
     to_rank: int
 
     @staticmethod
     def of(channel: Channel) -> Pair:
-        """Return the pair of a channel."""
-        purpose = "stages" if channel.kind in (ACTIVATION, GRADIENT) else channel.kind
+        """Return the pair of a channel. Only activations and gradients share one: ``posting`` orders nothing else."""
+        alone = f"{channel.kind} {channel.from_stage} {channel.to_stage}"
+        purpose = "stages" if channel.kind in (ACTIVATION, GRADIENT) else alone
         return Pair(purpose, channel.from_rank, channel.to_rank)
 
 
@@ -51,10 +51,7 @@ class Communicators:
 
     @staticmethod
     def of(channels: Iterable[Channel], groups: Sequence[Sequence[int]]) -> Communicators:
-        """Choose the pairs with a communicator. ``groups``: the sets of ranks that compute sums.
-
-        Raises: RunError if a rank needs more communicators than torch has streams.
-        """
+        """Choose the pairs with a communicator. ``groups``: the sets of ranks that compute sums."""
         distances: dict[Pair, float] = {}
         for channel in channels:
             if channel.kind not in FIGURES:
@@ -68,12 +65,6 @@ class Communicators:
             if all(members[rank] < most for rank in ends):
                 members.update(ends)
                 chosen.append(pair)
-            elif most == _LIMIT:
-                raise RunError(
-                    f"rank {max(ends, key=lambda rank: members[rank])} needs more than {_LIMIT} communicators of NCCL, "
-                    f"and torch has {STREAMS} streams for them",
-                    remedy="give neighbouring stages numbers of replicas of which one divides the other",
-                )
         return Communicators(tuple(sorted(chosen)), tuple(sorted(set(distances) - set(chosen))))
 
     @property
@@ -81,6 +72,6 @@ class Communicators:
         """A sentence about the pairs without a communicator."""
         total = len(self.on_host) + len(self.pairs)
         return (
-            f"{len(self.on_host)} of {total} pairs between ranks go through host memory: a rank is in at most "
-            f"{MOST_GROUPS} communicators, unless its neighbouring stages need more"
+            f"the messages of {len(self.on_host)} of {total} pairs of ranks go through host memory: a rank is in at "
+            f"most {MOST_GROUPS} communicators, or {_LIMIT} if its neighbouring stages need them"
         )

@@ -19,7 +19,12 @@ from autopipe.launch.rank import early_server, forked
 
 if sys.argv[1] == "beside a thread":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+if sys.argv[1] == "no process left":
+    fork = early_server.os.fork
+    early_server.os.fork = lambda: (_ for _ in ()).throw(OSError(11, "Resource temporarily unavailable"))
 early_server.fork_early()
+if sys.argv[1] == "no process left":
+    early_server.os.fork = fork
 forked.preload()
 print(forkserver._forkserver._forkserver_pid, flush=True)
 
@@ -71,8 +76,9 @@ def test_the_server_is_forked_and_ends_with_its_parent(start):
     assert not alive
 
 
-def test_the_server_is_started_afresh_beside_a_thread(start):
-    process, server = start("beside a thread")
+@pytest.mark.parametrize("kind", ["beside a thread", "no process left"])
+def test_the_server_is_started_afresh_where_it_cannot_be_forked(start, kind):
+    process, server = start(kind)
     assert TITLE not in server.cmdline()
     assert process.stdout.readline() == "printed by a child\n"
     assert "forkserver" in " ".join(server.cmdline())

@@ -216,3 +216,12 @@ def test_a_tensor_that_no_or_every_replica_wrote_is_refused(written: dict[str, t
     with pytest.raises(RunError, match="no longer equal: replica 1 differs from replica 0 in the sizes of its tensors"):
         finish(tmp_path, temporary, (2,), Manifest(3, 0, 3, 0, "g", "p", ()), 0)
     assert steps(tmp_path) == []
+
+
+def test_the_checksum_depends_on_the_place_of_every_number():
+    rows = torch.arange(48.0).reshape(6, 8)
+    assert bits(rows) != bits(rows.flip(0))
+    assert bits(rows) == bits(rows.clone())
+    first, second = torch.zeros(600_000), torch.zeros(600_000)
+    first[0], second[-2] = 1.0, 1.0  # in another chunk
+    assert bits(first) != bits(second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -11,7 +12,6 @@ from support.layouts import cases
 from support.nccl.machine import Deadlock, OrderMismatch, execute
 from support.nccl.recorder import Run, recorded
 
-from autopipe.errors import RunError
 from autopipe.ir import messages
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.runtime.transport import communicators
@@ -131,11 +131,12 @@ def test_a_communicator_is_asked_of_its_members_only():
     assert recorder.calls == len(run.communicators.pairs) + 2 * len(run.groups)  # sums over gloo, too
 
 
-def test_ranks_that_need_too_many_communicators_are_refused():
-    spec = ScheduleSpec((tuple(range(7)), tuple(range(7, 20))), 91)
-    run = Run("1f1b", spec, StageEdges.chain(2))
-    assert len(run.communicators.pairs) == 2 * 91  # 26 at each rank of the first stage
-    wide = Run("1f1b", ScheduleSpec((tuple(range(17)), tuple(range(17, 36))), 323), StageEdges.chain(2))
-    with pytest.raises(RunError, match=r"rank \d+ needs more than 30 communicators of NCCL") as caught:
-        _ = wide.communicators
-    assert "one divides the other" in caught.value.remedy
+@pytest.mark.parametrize("counts", [(16, 1), (1, 31), (17, 19)])
+def test_messages_beyond_the_streams_of_torch_go_through_the_host(counts):
+    layout = tuple(tuple(range(start, start + n)) for start, n in ((0, counts[0]), (counts[0], counts[1])))
+    run = Run("1f1b", ScheduleSpec(layout, math.lcm(*counts)), StageEdges.chain(2))
+    per_rank = Counter(rank for pair in run.communicators.pairs for rank in (pair.from_rank, pair.to_rank))
+    assert run.communicators.on_host
+    assert max(per_rank.values()) <= STREAMS - 2
+    execute([recorder.program for recorder in recorded(run)], queues=32, streams=STREAMS)
+    assert "go through host memory" in run.communicators.note
