@@ -7,25 +7,33 @@ one.
 
 What holds:
 
-- A module belongs to the commands if a command imported it first, and an import finds it in a user folder. User folders
-  are those of the files named to the command, and those that the files put on ``sys.path``; of a TARGET that is a
-  module of a library, only that package. Installed packages and the standard library never belong to the commands.
+- A source module belongs to the commands if a command imported it first, by any finder or loader, and it is neither
+  installed nor part of the standard library or of autopipe. This includes a library on ``PYTHONPATH`` and an editable
+  install. An extension module belongs to them if its package does, or if it is in a user folder. User folders are those
+  of the files named to the command, and those that the files put on ``sys.path``; of a TARGET that is a module of a
+  library, only that package.
 - Such a module is in ``sys.modules`` during commands only, and ``sys.path`` is the script's between commands. An import
   by the script thus never gets a module of a command, and commands do not remove a module that the script imported.
 - The next command gets the same modules, so that they do not run twice, unless it loads other files, one of the files
   has changed, or the script has imported one of the modules or changed ``sys.path`` since. It then imports all of them
-  again, except for extension modules, which cannot run twice: commands run each file of them once.
-- A module that the script or a library imported is shared with the commands, and never imported again. If a command
-  runs a file that is also such a module, the module of the script is back after the command.
+  again, except for extension modules, which cannot run twice: commands run each file of them once. Unchanged modules
+  are no exception: they may hold what a module of the last command has set, which would silently change the model. An
+  operator of a ``torch.library`` is registered again too; if something still holds the first one, this is an error.
+- A module that the script imported is shared with the commands, and never imported again; a script can thus import a
+  library that must not run twice. If a command runs a file that is also such a module, the module of the script is
+  back after the command.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
 import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
@@ -47,9 +55,13 @@ class UserImports:
     path: list[str] = field(default_factory=list)  # ``sys.path`` at the end of the last command
     own_path: list[str] = field(default_factory=list)  # ``sys.path`` of the script
     folders: set[tuple[Path, str]] = field(default_factory=set)  # user folders, each with its one package or ""
+    origins: dict[str, str | None] = field(default_factory=dict)  # by module: the file that ``PathFinder`` finds
+    digests: dict[str, bytes] = field(default_factory=dict)  # by module: of the file, if its loader keeps no digest
     extensions: dict[tuple[str, str], ModuleType] = field(default_factory=dict)  # by name and file; of all commands
     names: set[str] = field(default_factory=set)  # of the modules that the current command uses or has imported
     _attributes: dict[str, object] = field(default_factory=dict)  # by module: what its package had under its name
+    _forgot: bool = False  # whether modules were forgotten that may still be in memory
+    _start: int = 0  # of the current command, in nanoseconds
     _loads: bool = False  # whether the current command has loaded a file
     _depth: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -84,6 +96,7 @@ class UserImports:
     @contextlib.contextmanager
     def _outermost(self, key: Hashable) -> Iterator[None]:
         own, own_path = dict(sys.modules), list(sys.path)
+        self._start = time.time_ns()
         importlib.invalidate_caches()
         if key != self.key or own_path != self.own_path:
             self._forget()
@@ -102,13 +115,17 @@ class UserImports:
 
     def includes(self, spec: ModuleSpec) -> bool:
         """Return whether a module that is about to be imported belongs to the commands."""
+        if _is_installed(spec):
+            return False
+        if (spec.origin or "").endswith(".py") if spec.has_location else spec.submodule_search_locations:
+            return True
         folder = folder_of(spec)
         added = {os.path.realpath(entry) for entry in sys.path if entry not in self.own_path}
         return (
             spec.name.rpartition(".")[0] in self.names
             or (folder is not None and str(folder) in added)
             or not self.folders.isdisjoint({(folder, ""), (folder, spec.name.partition(".")[0])})
-        ) and not _is_installed(spec)
+        )
 
     def enter(self, name: str) -> None:
         """Note that the current command imports or uses a module of the commands."""
@@ -126,6 +143,7 @@ class UserImports:
                 self._take_out(self.modules)
                 sys.path[:] = self.own_path
                 self._forget()
+                self._collect()
         self._loads = True
         self.folders.add((folder, name))
 
@@ -137,6 +155,7 @@ class UserImports:
         if not self._are_current():
             sys.path[:] = self.own_path
             self._forget()
+        self._collect()
         for name, module in self.modules.items():
             self.enter(name)
             sys.modules[name] = module
@@ -146,18 +165,23 @@ class UserImports:
     def _are_current(self) -> bool:
         if not sys.modules.keys().isdisjoint(self.modules):
             return False
-        for module in self.modules.values():
-            own, loader = vars(module).get("__spec__"), _loader(module)
-            if own is None:
-                continue  # the file of a package created it
-            if isinstance(loader, SourceLoader) and not loader.is_current():
+        for name, module in self.modules.items():
+            loader = _loader(module)
+            if not (loader.is_current() if isinstance(loader, SourceLoader) else self._is_unchanged(name, module)):
                 return False
-            parent, _, _ = own.name.rpartition(".")
-            package = self.modules.get(parent) or sys.modules.get(parent)
-            spec = PathFinder.find_spec(own.name, [*getattr(package, "__path__", ())] if parent else None)
-            if spec is None or spec.origin != own.origin:
+            if name in self.origins and self._origin(name) != self.origins[name]:
                 return False
         return True
+
+    def _is_unchanged(self, name: str, module: ModuleType) -> bool:
+        return name not in self.digests or _digest(str(_file(module))) == self.digests[name] != b""
+
+    def _origin(self, name: str) -> str | None:
+        """Return the file that ``PathFinder`` finds for a module now."""
+        parent, _, _ = name.rpartition(".")
+        package = self.modules.get(parent) or sys.modules.get(parent)
+        spec = PathFinder.find_spec(name, [*getattr(package, "__path__", ())] if parent else None)
+        return None if spec is None else spec.origin
 
     def _keep(self, own: dict[str, ModuleType]) -> None:
         """Take the modules of the commands out of ``sys.modules``, and keep them for the next command."""
@@ -169,6 +193,12 @@ class UserImports:
         for module in modules.values():
             if isinstance(loader := _loader(module), ExtensionFileLoader):
                 self.extensions[loader.name, loader.path] = module
+        for name, module in modules.items():
+            if _is_source(module) and not isinstance(_loader(module), SourceLoader):
+                # its text is not known if the file has changed since the command began
+                self.digests.setdefault(name, _digest(str(_file(module)), before=self._start))
+            if vars(module).get("__spec__") is not None and name not in self.origins:
+                self.origins[name] = self._origin(name)
         # the file of a target runs again at each command
         ran = {name for name, module in modules.items() if name in own or is_target(module)}
         self._take_out(modules)
@@ -196,28 +226,44 @@ class UserImports:
 
     def _is_of_commands(self, name: str, module: ModuleType) -> bool:
         spec = vars(module).get("__spec__")
+        package, _, _ = name.rpartition(".")
+        if _is_source(module) and (spec is not None or not package or package in self.names):
+            return True
         if spec is None:  # created by a package, as a submodule of itself
             parts = name.split(".")
             return any(".".join(parts[:count]) in self.names for count in range(1, len(parts)))
         return name in self.names or is_target(module) or spec.name in self.names
 
+    def _collect(self) -> None:
+        """Free forgotten modules, and with them what they registered, such as operators of a ``torch.library``."""
+        if self._forgot:
+            gc.collect()
+        self._forgot = False
+
     def _forget(self) -> None:
+        self._forgot = self._forgot or bool(self.modules)
         self.modules.clear()
         self.path.clear()
         self.folders.clear()
+        self.origins.clear()
+        self.digests.clear()
 
 
 class _Finder:
-    """Finds the modules of the commands, ahead of ``PathFinder``, which finds all others."""
+    """Finds the modules of the commands, by ``PathFinder`` and the finders after it, which find all others."""
 
     def __init__(self, imports: UserImports) -> None:
         self.imports = imports
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target)
+        origin = None if spec is None else spec.origin
+        if spec is None:
+            spec = self._find_later(name, path, target)
         if spec is None or not self.imports.includes(spec):
             return None
         self.imports.enter(name)
+        self.imports.origins[name] = origin
         if type(spec.loader) is SourceFileLoader:
             spec.loader = SourceLoader(name, spec.loader.path)
         elif isinstance(spec.loader, ExtensionFileLoader):
@@ -225,6 +271,15 @@ class _Finder:
             if module is not None:
                 spec.loader = _Again(name, spec.loader.path, module)
         return spec
+
+    def _find_later(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Return what the finders after ``PathFinder`` find, such as that of an editable install."""
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ():
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None or finder is PathFinder else find(name, path, target)
+            if isinstance(spec, ModuleSpec):
+                return spec
+        return None
 
 
 class _Again(ExtensionFileLoader):
@@ -261,6 +316,25 @@ def _package(name: str) -> ModuleType | None:
 
 def _loader(module: ModuleType) -> object:
     return getattr(vars(module).get("__spec__"), "loader", None)
+
+
+def _file(module: ModuleType) -> object:
+    return vars(module).get("__file__")
+
+
+def _is_source(module: ModuleType) -> bool:
+    file = _file(module)
+    return isinstance(file, str) and file.endswith(".py") and not is_installed(file)
+
+
+def _digest(file: str, before: int | None = None) -> bytes:
+    """Return the digest of a file; empty if it is gone, or was not last changed before a time in nanoseconds."""
+    try:
+        if before is not None and Path(file).stat().st_ctime_ns >= before:
+            return b""
+        return hashlib.sha256(Path(file).read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def _is_installed(spec: ModuleSpec) -> bool:

@@ -128,16 +128,93 @@ def test_modules_of_the_script_and_of_libraries_stay(tmp_path: Path) -> None:
         tmp_path,
         """
 sys.path.append("libraries")
+import library
 assert call("a/train.py") == {"relu"}
 import helper
 assert helper.own
-library, kept = sys.modules["library"], sys.kept
+kept = sys.kept
 assert call("b/model.py") == {"tanh"}
 assert sys.modules["helper"] is helper and sys.modules["library"] is library
 del sys.modules["helper"]
 assert call("a/train.py") == {"relu"}
 assert sys.ran == 1 and sys.modules["library"] is library
 assert sys.kept is kept and sys.again is kept
+""",
+    )
+
+
+def test_an_edited_module_on_the_path_of_the_script_is_imported_again(tmp_path: Path) -> None:
+    write(
+        tmp_path / "common" / "layers.py",
+        "import sys\nsys.ran = getattr(sys, 'ran', 0) + 1\nfrom torch import relu as f\n",
+    )
+    write(tmp_path / "models" / "model.py", f"from common.layers import f as activation\n{MODEL}")
+    run(
+        tmp_path,
+        """
+layers = Path("common/layers.py")
+for _ in range(2):
+    assert call("models/model.py") == {"relu"}
+    assert sys.ran == 1
+    assert "common.layers" not in sys.modules and "common" not in sys.modules
+layers.write_text(layers.read_text().replace("relu", "tanh"))
+for _ in range(2):
+    assert call("models/model.py") == {"tanh"}
+    assert sys.ran == 2
+""",
+    )
+
+
+def test_a_library_on_the_path_of_the_script_keeps_nothing_of_another_model(tmp_path: Path) -> None:
+    write(tmp_path / "libraries" / "settings_of_models.py", "names = ['relu']\n")
+    begin = "import settings_of_models, torch\n"
+    end = f"activation = getattr(torch, settings_of_models.names[-1])\n{MODEL}"
+    write(tmp_path / "c" / "model.py", f"{begin}settings_of_models.names.append('tanh')\n{end}")
+    write(tmp_path / "d" / "model.py", f"{begin}{end}")
+    run(
+        tmp_path,
+        """
+sys.path.append("libraries")
+for _ in range(2):
+    assert call("c/model.py") == {"tanh"}
+    assert call("d/model.py") == {"relu"}
+""",
+    )
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_library_whose_operator_is_in_use_is_an_error_unless_the_script_imports_it(
+    in_use: bool, tmp_path: Path
+) -> None:
+    write(
+        tmp_path / "libraries" / "operators_of_models.py",
+        "import torch\nlibrary = torch.library.Library('operators_of_models', 'DEF')\n"
+        "library.define('same(Tensor x) -> Tensor')\nfrom torch import relu as activation\n"
+        f"if {in_use}:\n    torch.in_use = library\n",
+    )
+    for folder in ("c", "d"):
+        write(tmp_path / folder / "model.py", f"from operators_of_models import activation\n{MODEL}")
+    run(
+        tmp_path,
+        """
+sys.path.append("libraries")
+for _ in range(3):
+    assert call("c/model.py") == {"relu"}
+try:
+    assert call("d/model.py") == {"relu"}
+except autopipe.AutopipeError as error:
+    assert IN_USE and "operators_of_models" in str(error), error
+else:
+    assert not IN_USE
+""".replace("IN_USE", str(in_use)),
+    )
+    run(
+        tmp_path,
+        """
+sys.path.append("libraries")
+import operators_of_models
+for name in ("c", "d", "c"):
+    assert call(f"{name}/model.py") == {"relu"}
 """,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.abc
+import importlib.util
 import os
 import py_compile
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -158,11 +161,11 @@ def test_an_edit_is_seen_that_leaves_the_size_and_the_time(file: str, tmp_path: 
     model = write(tmp_path / "a", "relu")
     edited = model.parent / file
     edited.write_text(edited.read_text() + "# relu\nfrom torch import relu as activation\n")
-    time = edited.stat().st_mtime_ns
+    changed = edited.stat().st_mtime_ns
     py_compile.compile(os.fspath(edited))
     assert "relu" in calls(model)
     edited.write_text(edited.read_text().replace("relu", "tanh"))
-    os.utime(edited, ns=(time, time))
+    os.utime(edited, ns=(changed, changed))
     assert "tanh" in calls(model)
 
 
@@ -242,6 +245,66 @@ def test_a_module_of_the_process_that_a_command_runs_again_is_back_afterwards(
     assert sys.modules.pop("package_of_the_process").layers is function
     assert sys.modules.pop("package_of_the_process.other")
     assert sys.modules.pop(HELPER)
+
+
+class FinderOfAnEditableInstall(importlib.abc.MetaPathFinder):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.file) if name == HELPER else None
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_edited_module_of_an_editable_install_is_imported_again(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, source = write(tmp_path / "a", "relu"), write(tmp_path / "b", "relu").with_name(f"{HELPER}.py")
+    (tmp_path / "a" / f"{HELPER}.py").unlink()
+    finder = FinderOfAnEditableInstall(source)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path] if first else [*sys.meta_path, finder])
+    ran = tmp_path / "ran"
+    source.write_text(f"{source.read_text()}with open({str(ran)!r}, 'a') as file:\n    file.write('x')\n")
+    assert "relu" in calls(model)
+    assert "relu" in calls(model)
+    assert ran.read_text() == "x"
+    source.write_text(source.read_text().replace("relu", "sigmoid"))
+    assert "sigmoid" in calls(model)
+    assert ran.read_text() == "xx"
+    assert HELPER not in sys.modules
+
+
+def test_a_module_that_a_file_puts_into_sys_modules_is_that_of_its_command(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", "relu"), write(tmp_path / "b", "tanh")
+    source = tmp_path / "sources" / "source.py"
+    source.parent.mkdir()
+    (tmp_path / "a" / f"{HELPER}.py").rename(source)
+    first.write_text(
+        f"import importlib.util, sys\nif {HELPER!r} not in sys.modules:\n"
+        f"    spec = importlib.util.spec_from_file_location({HELPER!r}, {str(source)!r})\n"
+        f"    sys.modules[{HELPER!r}] = importlib.util.module_from_spec(spec)\n"
+        f"    spec.loader.exec_module(sys.modules[{HELPER!r}])\n{MODEL}"
+    )
+    assert "relu" in calls(first)
+    assert HELPER not in sys.modules
+    assert "tanh" in calls(second)
+    assert "relu" in calls(first)
+    source.write_text(source.read_text().replace("relu", "sigmoid"))
+    assert "sigmoid" in calls(first)
+
+
+def test_a_file_that_changes_during_its_command_is_imported_again(tmp_path: Path) -> None:
+    imports, source = UserImports(), tmp_path / "source.py"
+    source.write_text("text = 'first'\n")
+    with imports.command("one key"):
+        spec = importlib.util.spec_from_file_location("module_of_a_command", source)
+        assert spec is not None and spec.loader is not None
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+        time.sleep(0.05)  # more than the clock of a file system needs to advance
+        source.write_text("text = 'second'\n")
+    with imports.command("one key"):
+        assert "module_of_a_command" not in sys.modules
 
 
 def test_a_second_thread_is_refused(tmp_path: Path) -> None:
