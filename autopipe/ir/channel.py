@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, LOAN, CONTROL, LOSS, BATCH = (
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, LOAN, LOSS, BATCH = (
     "activation",
     "gradient",
     "tie-gradient",
     "tie-value",
     "loan",
-    "control",
     "loss",
     "batch",
 )
 # the kinds whose tensors are contiguous and stay on the CPU, on any device that the rank computes on
-FIGURES = (CONTROL, LOSS, BATCH)
+FIGURES = (LOSS, BATCH)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.channel import ACTIVATION, BATCH, CONTROL, GRADIENT, LOAN, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.ir.channel import ACTIVATION, BATCH, GRADIENT, LOAN, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.ir.gradients import chains, moving_ties, trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.loans import Loan, loans
@@ -120,8 +120,6 @@ def channels(message_plan: MessagePlan, request: ScheduleSpec) -> list[Channel]:
     for loan in message_plan.loans:
         channel_set.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
     for rank in range(1, request.num_ranks):
-        channel_set.add(Channel(CONTROL, 0, 0, 0, rank))
-        channel_set.add(Channel(CONTROL, 0, 0, rank, 0))
         channel_set.add(batch_channel(rank))
     channel_set.update(loss_channel(request, rank) for rank in ranks[-1])
     return sorted(c for c in channel_set if c.from_rank != c.to_rank)

@@ -99,8 +99,10 @@ class WeightVersions:
         if self.staleness:
             for name, leaf in self._leaves[version].items():
                 for owner, key in self._places[name]:
-                    # not owner._parameters[key]: an LSTM keeps a list of its weights, and renews it in __setattr__
-                    setattr(owner, key, leaf)
+                    if type(owner).__setattr__ is nn.Module.__setattr__:
+                        owner._parameters[key] = leaf
+                    else:  # an LSTM keeps a list of its weights, and renews it in __setattr__
+                        setattr(owner, key, leaf)
 
     def take_gradients(self, minibatch: int) -> None:
         """Move the gradients of a minibatch to the masters, and drop the versions that no later minibatch reads.

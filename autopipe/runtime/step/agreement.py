@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.ir.channel import CONTROL, Channel
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Sums vectors over all ranks, through rank 0."""
+    """Sums vectors over all ranks."""
 
     transport: Transport
     reporter: Reporter
@@ -21,18 +20,9 @@ class Agreement:
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the sum of the vectors of all ranks. Every rank calls it, with zeros if it has nothing to contribute.
 
-        Rank 0 adds the vectors in the order of the ranks, so that every rank gets the same bits.
+        Each element has one rank that contributes, or counts ranks. So the sum is exact in any order of the ranks.
         """
-        rank, world_size = self.transport.rank, self.transport.world_size
-        if world_size == 1:
-            return vector
-        self.reporter.at("agree", waiting=True)
-        if rank != 0:
-            self.transport.send(Channel(CONTROL, 0, 0, rank, 0), vector)
-            return self.transport.receive(Channel(CONTROL, 0, 0, 0, rank), vector.shape, vector.dtype).wait()
-        total = vector.clone()
-        for other in range(1, world_size):
-            total += self.transport.receive(Channel(CONTROL, 0, 0, other, 0), vector.shape, vector.dtype).wait()
-        for other in range(1, world_size):
-            self.transport.send(Channel(CONTROL, 0, 0, 0, other), total.clone())
-        return total
+        if self.transport.world_size > 1:
+            self.reporter.at("agree", waiting=True)
+            self.transport.agree(vector)
+        return vector

@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 
+def norms_of(owned: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
+    """Return the norm of every gradient, by name, on the device."""
+    gradients = {name: p.grad for parameters in owned for name, p in parameters.items() if p.grad is not None}
+    return {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+
+
 def clip_factor(
-    owned: Iterable[Mapping[str, nn.Parameter]],
+    contributed: Sequence[str],
+    values: torch.Tensor,
     trainable: Sequence[str],
     limit: float,
     dtype: torch.dtype,
@@ -17,18 +24,15 @@ def clip_factor(
 ) -> torch.Tensor:
     """Return the factor, from the norm over all stages. Tied parameters count once.
 
-    The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``owned`` are the
-    parameters whose norms this rank contributes. ``agree`` sums a vector over all ranks.
+    The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``contributed`` are the
+    parameters whose norms, ``values``, this rank contributes. ``agree`` sums a vector over all ranks.
     """
     index = {name: position for position, name in enumerate(trainable)}
     # row 0: the norms; row 1: which parameters have a gradient, because torch leaves the others out of its sum
     norms = torch.zeros(2, len(index), dtype=torch.float64)
-    gradients = {name: p.grad for parameters in owned for name, p in parameters.items() if p.grad is not None}
-    if gradients:
-        of_each = [torch.linalg.vector_norm(gradient).double() for gradient in gradients.values()]
-        places = [index[name] for name in gradients]
-        norms[0, places] = torch.stack(of_each).cpu()  # one synchronization with the device
-        norms[1, places] = 1.0
+    places = [index[name] for name in contributed]
+    norms[0, places] = values
+    norms[1, places] = 1.0
     norms = agree(norms)
     total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
     return torch.clamp(limit / (total + 1e-6), max=1.0)

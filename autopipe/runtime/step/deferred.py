@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopipe.runtime.step.scalars import read_together
+
 
 @dataclass(slots=True)
 class _Sums:
@@ -70,11 +72,13 @@ class DeferredStatistics:
     @torch.no_grad()
     def commit(self) -> None:
         """Update the running statistics as one forward over the complete minibatch would."""
-        for sums in self._layers:
-            layer, count = sums.module, float(sums.count)
+        counts = [float(sums.count) for sums in self._layers]  # on the host
+        finite = read_together([sums.totals.isfinite().all() for sums in self._layers]).tolist()
+        for sums, count, is_finite in zip(self._layers, counts, finite, strict=True):
+            layer = sums.module
             if count == 0 or layer.running_mean is None or layer.running_var is None:
                 continue
-            if not bool(sums.totals.isfinite().all()):  # a step that is not finite is left out
+            if not is_finite:  # a step that is not finite is left out
                 sums.totals, sums.count = torch.zeros_like(sums.totals), torch.zeros_like(sums.count)
                 continue
             mean = sums.totals[0] / count

@@ -17,12 +17,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from autopipe.runtime.step.scalars import read_together
+
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether every element of the tensors is finite. One pass over each tensor, one synchronization."""
+    return math.isfinite(float(largest(tensors)))
+
+
+def largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest absolute value, on the device of the tensors: finite if and only if all elements are."""
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     filled = [tensor for tensor in dense if tensor.numel()]
-    return not filled or math.isfinite(float(torch.nn.utils.get_total_norm(filled, float("inf"))))
+    return torch.nn.utils.get_total_norm(filled, float("inf")) if filled else torch.zeros(())
 
 
 def first_nonfinite(parameters: Mapping[str, nn.Parameter]) -> str:
@@ -52,12 +59,16 @@ class FiniteBuffers:
 
     def restore_nonfinite(self) -> None:
         """Restore the buffers that are not finite, and copy those that are."""
+        current = [module._buffers[key] for module, key in self._places]
+        checked = [b for b in current if b is not None and b.is_floating_point() and self._kept]
+        finite = iter(read_together([largest([buffer]) for buffer in checked]).isfinite().tolist())
         kept = []
-        for index, (module, key) in enumerate(self._places):
-            buffer = module._buffers[key]
+        for index, ((module, key), buffer) in enumerate(zip(self._places, current, strict=True)):
             assert buffer is not None
-            if buffer.is_floating_point() and self._kept and not all_finite([buffer]):
+            if buffer.is_floating_point() and self._kept and not next(finite):
                 # a new tensor: autograd may have saved this one for a microbatch in flight
-                buffer = module._buffers[key] = self._kept[index].clone()
-            kept.append(buffer.detach().clone())
+                module._buffers[key] = self._kept[index].clone()
+                kept.append(self._kept[index])
+            else:
+                kept.append(buffer.detach().clone())
         self._kept = kept

@@ -16,9 +16,10 @@ from autopipe.errors import RunError
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.step.agreement import Agreement
-from autopipe.runtime.step.clipping import clip_factor
-from autopipe.runtime.step.finite import all_finite, first_nonfinite
+from autopipe.runtime.step.clipping import clip_factor, norms_of
+from autopipe.runtime.step.finite import first_nonfinite, largest
 from autopipe.runtime.step.losses import LossCollector
+from autopipe.runtime.step.scalars import copied_to, read_together
 from autopipe.runtime.step.scaler import LossScaler
 
 GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
@@ -52,41 +53,61 @@ class GradientFinisher:
         Raises: RunError if a loss or gradient is not finite and the policy is "stop".
         """
         gradients = [p.grad for parameters in owned.values() for p in parameters.values() if p.grad is not None]
+        # of replicas, the first contributes the norms
+        clipped = [] if self.clip_norm is None else [s for s in owned if self.request.stage_ranks[s][0] == self.rank]
+        # nothing changes the gradients before they are clipped: one synchronization with the device for all figures
+        at_once = self.scaler is None and not self.loss.weighted
+        norms = norms_of(owned[stage] for stage in clipped) if at_once else {}
+        checked = {stage: self._largest(owned[stage]) for stage in owned} if self._checks else {}
+        figures = read_together([*checked.values(), *norms.values()])
+        extremes, values = figures[: len(checked)], figures[len(checked) :]
+        finite = dict(zip(checked, extremes.isfinite().tolist(), strict=True))
         if self.on_nonfinite == "stop":
-            self._refuse_nonfinite(minibatch, owned)
+            self._refuse_nonfinite(minibatch, owned, finite)
         skip = False
         if self.scaler is not None or self.on_nonfinite == "skip":
-            finite = all_finite(gradients) and (self.on_nonfinite != "skip" or self.loss.is_finite(minibatch))
-            skip = bool(self.agreement.sum(torch.tensor([float(not finite)], dtype=torch.float64)) > 0)
-        if self.scaler is not None:
-            for gradient in gradients:
-                gradient.mul_(self.scaler.inverse)
+            kept = all(finite.values()) and (self.on_nonfinite != "skip" or self.loss.is_finite(minibatch))
+            skip = bool(self.agreement.sum(torch.tensor([float(not kept)], dtype=torch.float64)) > 0)
+        if self.scaler is not None and gradients:
+            torch._foreach_mul_(gradients, self.scaler.inverse)
         if self.loss.weighted:
             # each weight is known to one rank alone; added one by one, as a plain loop adds them
             divisor = sum(self.agreement.sum(self.loss.weights(minibatch)).tolist()) or 1.0
-            if divisor != 1.0:
-                for gradient in gradients:
-                    gradient.div_(divisor)
+            if divisor != 1.0 and gradients:
+                torch._foreach_div_(gradients, divisor)
         if self.on_gradients is not None:
             for stage, parameters in owned.items():
                 self.on_gradients(stage, minibatch, parameters)
         if self.clip_norm is not None:
-            # of replicas, the first contributes the norms
-            contributed = [owned[stage] for stage in owned if self.request.stage_ranks[stage][0] == self.rank]
-            factor = clip_factor(contributed, self.trainable, self.clip_norm, self.norm_dtype, self.agreement.sum)
-            for gradient in gradients:
-                gradient.mul_(factor)
+            if not at_once:
+                norms = norms_of(owned[stage] for stage in clipped)
+                values = read_together(list(norms.values()))
+            factor = clip_factor(
+                list(norms), values, self.trainable, self.clip_norm, self.norm_dtype, self.agreement.sum
+            )
+            if gradients:
+                torch._foreach_mul_(gradients, copied_to(gradients[0].device, factor))
         return skip
 
-    def _refuse_nonfinite(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+    @property
+    def _checks(self) -> bool:
+        """Whether the gradients of every stage are checked. With a loss scale, ranks agree on an infinite gradient."""
+        return self.scaler is not None or self.on_nonfinite in ("stop", "skip")
+
+    @staticmethod
+    def _largest(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+        return largest([p.grad for p in parameters.values() if p.grad is not None])
+
+    def _refuse_nonfinite(
+        self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]], finite: Mapping[int, bool]
+    ) -> None:
         """Raise RunError if this rank has a loss or gradient that is not finite.
 
         With a loss scale, an infinite gradient is usual: the scale is reduced and the step skipped.
         """
         nonfinite = {} if self.loss.is_finite(minibatch) else {self.request.num_stages: "its loss"}
         for stage, parameters in owned.items():
-            gradients = [p.grad for p in parameters.values() if p.grad is not None]
-            if self.scaler is None and not all_finite(gradients):
+            if self.scaler is None and not finite[stage]:
                 nonfinite[stage] = f"the gradient of {first_nonfinite(parameters)} (stage {stage})"
         if nonfinite:
             # backward runs from the loss to stage 0, so the highest number is where it began

@@ -10,7 +10,7 @@ from autopipe.ir.messages import loss_channel
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.step.finite import all_finite
+from autopipe.runtime.step.scalars import read_together
 from autopipe.runtime.transport.base import Transport
 
 
@@ -32,6 +32,8 @@ class LossCollector:
         self.stage = request.num_stages - 1
         self._runner = runners.get(self.stage)
         self._sent: set[int] = set()
+        # the losses and weights of the microbatches that ran here, by minibatch
+        self._read: dict[int, torch.Tensor] = {}
 
     def _shares(self, minibatch: int) -> torch.Tensor:
         """Return [2, microbatches]: share of the loss and weight of every microbatch that ran here, zero elsewhere."""
@@ -40,10 +42,11 @@ class LossCollector:
             losses = {j: entry for (t, j), entry in self._runner.losses.items() if t == minibatch}
             weights = {j: weight for j, (_, weight) in losses.items() if weight is not None}
             tensors = [*(loss for loss, _ in losses.values()), *weights.values()]
-            if tensors:  # one synchronization with the device
-                values = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors]).cpu()
-                shares[0, list(losses)] = values[: len(losses)]
-                shares[1, list(weights)] = values[len(losses) :]
+            values = self._read.get(minibatch)
+            if values is None or len(values) != len(tensors):  # once for each minibatch
+                values = self._read[minibatch] = read_together(tensors)
+            shares[0, list(losses)] = values[: len(losses)]
+            shares[1, list(weights)] = values[len(losses) :]
         return shares
 
     def weights(self, minibatch: int) -> torch.Tensor:
@@ -52,7 +55,7 @@ class LossCollector:
 
     def is_finite(self, minibatch: int) -> bool:
         """Return whether the losses that this rank computed are finite."""
-        return self._runner is None or all_finite([self._shares(minibatch)])
+        return self._runner is None or bool(self._shares(minibatch).isfinite().all())
 
     def send(self, minibatch: int) -> None:
         """Send rank 0 this rank's shares of a minibatch, once. Rank 0 receives them in ``collect``."""
@@ -69,6 +72,7 @@ class LossCollector:
             self.send(minibatch)
             total += self._shares(minibatch)
             self._sent.discard(minibatch)
+            self._read.pop(minibatch, None)
             losses = self._runner.losses
             for key in [key for key in losses if key[0] == minibatch]:
                 del losses[key]

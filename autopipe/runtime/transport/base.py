@@ -51,6 +51,9 @@ class Transport(Protocol):
         replicas. The group of all ranks takes CPU tensors only.
         """
 
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Sum a CPU tensor over all ranks, in place and in any order: the sum of each element must be exact."""
+
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
         """Start the same sum without waiting. The tensor must not be used until ``wait`` returns it."""
 
@@ -191,6 +194,10 @@ class ThreadTransport:
         group_sum = self.hub.sum(tuple(group))
         number = group_sum.put(self.rank, tensor)
         return _Arrival(lambda: tensor.copy_(group_sum.take(number)))
+
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks."""
+        self.all_reduce(range(self.world_size), tensor)
 
     def barrier(self) -> None:
         """Wait for every rank."""

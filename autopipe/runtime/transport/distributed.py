@@ -263,6 +263,11 @@ class ProcessTransport:
             )
         return self._ordered[group]
 
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks by gloo, which exchanges 2 log2(ranks) messages a rank."""
+        with _translated():
+            dist.all_reduce(tensor)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         with _translated():

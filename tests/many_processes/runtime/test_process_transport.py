@@ -7,14 +7,14 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from autopipe.ir.channel import ACTIVATION, CONTROL, GRADIENT, Channel
+from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import ProcessTransport
 
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)
 SKIP = Channel(ACTIVATION, 0, 3, 0, 1)
-CHANNELS = sorted([FORWARD, BACKWARD, SKIP, Channel(CONTROL, 0, 0, 0, 1)])
+CHANNELS = sorted([FORWARD, BACKWARD, SKIP, Channel(LOSS, 0, 0, 0, 1)])
 
 
 def channels_do_not_mix(rank: int, world: int) -> list[float]:

@@ -185,9 +185,8 @@ def bucket_started_before_its_last_gradient(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def clip_norm_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def factor(owned, trainable, limit, dtype, agree):
-        gradients = [p.grad for parameters in owned for p in parameters.values() if p.grad is not None]
-        return torch.clamp(limit / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+    def factor(contributed, values, trainable, limit, dtype, agree):
+        return torch.clamp(limit / (torch.linalg.vector_norm(values) + 1e-6), max=1.0)
 
     monkeypatch.setattr(gradients, "clip_factor", factor)
 

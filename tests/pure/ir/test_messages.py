@@ -141,9 +141,6 @@ def test_a_run_has_a_channel_for_every_message() -> None:
     assert {(c.from_rank, c.to_rank) for c in by_kind[TIE_GRADIENT]} == {(2, 0)}
     assert {(c.from_rank, c.to_rank) for c in by_kind[LOAN]} == {(1, 2), (1, 3)}
     assert {(c.from_rank, c.to_rank) for c in by_kind[LOSS]} == {(2, 0), (3, 0)}
-    assert {(c.from_rank, c.to_rank) for c in by_kind["control"]} == {(0, r) for r in (1, 2, 3)} | {
-        (r, 0) for r in (1, 2, 3)
-    }
     assert {(c.from_rank, c.to_rank) for c in by_kind["batch"]} == {(0, 1), (0, 2), (0, 3)}
 
 
