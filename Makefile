@@ -3,7 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 JOBS ?= 1
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
 
-from autopipe.errors import PlanError, counted
+from autopipe.errors import PlanError, ScheduleError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
@@ -56,7 +57,9 @@ def make_plan(
         best = _fastest(runnable)
         return best if score is None else best_by_score(runnable, score, solve_problem)
     except KeyboardInterrupt:
-        usable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+        usable: list[tuple[Problem, Plan]] = []
+        with contextlib.suppress(PlanError):
+            usable = _runnable(pairs, options) if pairs else []
         if not usable:
             raise
         progress.stopped = True
@@ -65,12 +68,23 @@ def make_plan(
 
 
 def _runnable(pairs: list[tuple[Problem, Plan]], options: PlanOptions) -> list[tuple[Problem, Plan]]:
-    """Return the plans with enough microbatches for the schedule. Raises: PlanError if no plan has enough."""
+    """Return the plans that the schedule can run. Raises: PlanError if all are refused."""
     kind = options.schedule_kind
-    runnable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
-    if not runnable:
+    enough = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+    if not enough:
         plan = pairs[-1][1]
         check_microbatches(kind, len(plan.stages), plan.num_microbatches, options.batch_size)
+    runnable: list[tuple[Problem, Plan]] = []
+    refusal: ScheduleError | None = None
+    for problem, plan in enough:
+        try:
+            kind.check(kind.complete(plan.request()))
+        except ScheduleError as error:
+            refusal = error
+        else:
+            runnable.append((problem, plan))
+    if not runnable and refusal is not None:
+        raise PlanError(refusal.what, where=refusal.where, remedy=refusal.remedy)
     return runnable
 
 

@@ -19,6 +19,8 @@ Source: Megatron-LM, arXiv:2104.04473, sections 2.2 and 3.
 
 from __future__ import annotations
 
+import functools
+
 from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
@@ -48,6 +50,7 @@ KIND = ScheduleKind(
     planned_stages_per_rank=(2, 3, 4),
     example=ScheduleSpec(((0,), (1,), (0,), (1,)), 4),
     options=(STAGES_PER_RANK,),
+    check=functools.partial(Loop.of, "interleaved"),
     several_stages=True,
     equal_replicas=True,
 )

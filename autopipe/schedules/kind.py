@@ -61,6 +61,9 @@ class ScheduleKind:
     # The least m for (p, depth).
     min_microbatches: Callable[[int, int], int] = lambda num_stages, depth: 1
 
+    # Raises ScheduleError if the schedule cannot run a request. ``make`` does so, too, but takes time for all rows.
+    check: Callable[[ScheduleSpec], object] = lambda request: None
+
     # Whether ``--schedule auto`` considers it. It must give plain training's result.
     tried_by_auto: bool = False
 

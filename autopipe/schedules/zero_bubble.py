@@ -19,6 +19,8 @@ torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
 from __future__ import annotations
 
+import functools
+
 from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, line
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
@@ -58,6 +60,7 @@ KIND = ScheduleKind(
     in_flight="ranks",
     example=line(4, 6),
     options=(STAGES_PER_RANK,),
+    check=functools.partial(Loop.of, "zero-bubble"),
     several_stages=True,
     equal_replicas=True,
     splits_backward=True,

@@ -50,7 +50,9 @@ class Heartbeats:
         """Record the current work of a rank."""
         self._count += 1
         text = doing.encode("ascii", "replace")[:64]
-        _RECORD.pack_into(self._map, rank * _SIZE, self._count, time.monotonic_ns(), waiting, text)
+        record = _RECORD.pack(self._count, time.monotonic_ns(), waiting, text)
+        # one copy: pack_into clears the record first, and a rank that is killed then would leave an empty one
+        self._map[rank * _SIZE : rank * _SIZE + _RECORD.size] = record
 
     def read(self, rank: int) -> Beat:
         """Return the last record of a rank."""

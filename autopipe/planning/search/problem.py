@@ -101,7 +101,7 @@ class Problem:
     def in_flight_and_versions(self, stage: int, num_stages: int) -> tuple[int, int]:
         """Return (microbatches in flight, weight versions) of a stage."""
         v, p = self.options.stages_per_rank, self.options.num_groups
-        if v > 1 and self.kind.in_flight == "depth":
+        if self.kind.several_stages and self.kind.in_flight == "depth":
             # the smaller share may be run in larger rounds, of which more are in flight
             shares = {self.share, self.num_microbatches // self.options.replicas}
             count = max(in_flight_of_interleaved(v, p, share, stage) for share in shares)

@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +88,17 @@ def read(task: ProbeTask) -> Reading:
     return Reading(digests, tuple(forms.values()))
 
 
+def _end_with_command(stdin: int) -> None:
+    """Kill this process and the workers of its loaders when the command ends, which closes ``stdin``."""
+    with contextlib.suppress(OSError):
+        while os.read(stdin, 1 << 12):
+            pass
+    # the command starts this process with a session of its own
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
 def main() -> None:
     """Read one task from stdin, and write its result to stdout, which must contain nothing else."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -95,6 +108,8 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         return
+    threading.Thread(target=_end_with_command, args=(os.dup(0),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     answer: dict[str, Any]
     try:
         answer = artifact.encode(read(artifact.decode(ProbeTask, json.loads(line), "task")))

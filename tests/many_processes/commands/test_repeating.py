@@ -9,11 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.waiting import under_load
+from support.waiting import under_load, wait_until
 
-from autopipe.commands.training.repeating import Repeating, Repeats
+from autopipe.commands.training.repeating import HASH_SEED, Repeating, Repeats, _Probe
 from autopipe.launch.rank.forked import preload
 from autopipe.workload import LoadOptions, load_workload
+from autopipe.workload.batches.probe import ProbeTask
 
 NEW_PROCESSES = True
 MODEL = """
@@ -198,3 +199,29 @@ def test_slow_data_is_not_probed_but_compared_by_digest(tmp_path: Path, monkeypa
             p for p in psutil.Process().children(recursive=True) if "autopipe.workload.batches.probe" in p.cmdline()
         ]
         assert not left
+
+
+def test_a_new_process_and_its_children_end_with_the_command(tmp_path: Path) -> None:
+    file, numbers = tmp_path / "net.py", tmp_path / "numbers"
+    file.write_text(
+        MODEL
+        + f"""
+def data():
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"])
+    with open({str(numbers)!r} + ".new", "w") as out:
+        out.write(f"{{os.getpid()}} {{child.pid}}")
+    os.rename({str(numbers)!r} + ".new", {str(numbers)!r})
+    child.wait()
+"""
+    )
+    spec = load_workload(LoadOptions(str(file))).spec
+    process = _Probe.new(HASH_SEED)
+    try:
+        process.ask(ProbeTask(spec, 0, 1), time.monotonic() + under_load(60))
+        wait_until(numbers.exists, under_load(60), lambda: "the data was not read")
+        started = [psutil.Process(int(number)) for number in numbers.read_text().split()]
+        process._task.close()  # as when the command is killed
+        assert not psutil.wait_procs(started, timeout=under_load(10))[1]
+    finally:
+        process.end()

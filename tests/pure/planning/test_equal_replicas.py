@@ -15,8 +15,9 @@ from autopipe.ir.cuts import Cuts
 from autopipe.planning import PlanOptions, api, make_plan
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost.peaks import with_peaks
-from autopipe.planning.cost.predict import predict
+from autopipe.planning.cost.predict import predict, simulated
 from autopipe.planning.requests import PlanRequest
+from autopipe.planning.search.problem import Problem
 from autopipe.planning.space import MOST_PAIRS, Space
 from autopipe.schedules import validate
 from autopipe.schedules.registry import REGISTRY, make
@@ -215,3 +216,37 @@ def test_contradicting_options_are_not_ruled_out_by_a_faster_plan():
     assert api.cannot_beat(instant, LAYERS, cluster, options)
     wrong = dataclasses.replace(options, microbatch_size=16)  # larger than the batch: the search refuses it
     assert not api.cannot_beat(instant, LAYERS, cluster, wrong)
+
+
+@pytest.mark.parametrize("score", [None, "simulator"])
+def test_shares_that_do_not_form_equal_rounds_are_refused(score):
+    """10 microbatches on 2 pipelines of 3 ranks: each runs 5, which cannot be rounds of at least 3."""
+    options = PlanOptions(
+        num_ranks=4, batch_size=20, num_microbatches=10, schedule="interleaved", stages_per_rank=2, replicas=2
+    )
+    cluster = flat(4)
+    with pytest.raises(PlanError, match="do not divide into 2 rounds") as caught:
+        make_plan(LAYERS, cluster, options, score=score and simulated(LAYERS, cluster))
+    assert caught.value.remedy == "use 8 or 12 microbatches"
+
+
+def test_microbatch_counts_with_unequal_rounds_are_not_chosen():
+    options = PlanOptions(num_ranks=4, batch_size=10, schedule="interleaved", stages_per_rank=2, replicas=2)
+    plan = make_plan(LAYERS, flat(4), options)
+    validate(make(plan.schedule, plan.request()))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_interleaved_with_one_stage_per_rank_is_planned_with_the_memory_that_it_takes(replicas):
+    options = PlanOptions(
+        num_ranks=4 * replicas,
+        batch_size=16 * replicas,
+        num_microbatches=16 * replicas,
+        schedule="interleaved",
+        replicas=replicas,
+        recompute="never",
+    )
+    plan = make_plan(LAYERS, flat(4 * replicas), options)
+    problem = Problem(LAYERS, flat(4 * replicas), options, Cuts(LAYERS.graph), 16 * replicas)
+    planned = tuple(problem.in_flight_and_versions(stage, 4)[0] for stage in range(4))
+    assert planned == make(plan.schedule, plan.request()).in_flight == (7, 5, 3, 1)

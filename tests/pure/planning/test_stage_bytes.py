@@ -179,7 +179,7 @@ def most_in_flight(schedule):
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 6))
-@pytest.mark.parametrize("stages_per_rank", [2, 3, 4])
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])
 def test_interleaved_stages_hold_the_microbatches_of_the_formula(num_ranks, stages_per_rank):
     taken = 0
     for num_microbatches in range(1, 25):
