@@ -135,10 +135,11 @@ def finish(checkpoints: Path, temporary: Path, writers: Sequence[int], manifest:
         for path in described.values():
             path.unlink()
         _sync_directory(temporary)
-        if final.exists():
-            _remove(final)
+        replaced = _set_away(final) if final.exists() else None
         temporary.rename(final)
         _sync_directory(checkpoints)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         write_text(checkpoints / "latest", final.name + "\n")
         for old in steps(checkpoints)[:-keep] if keep else []:
             _remove(directory_of(checkpoints, old))
@@ -173,10 +174,15 @@ def _sync_directory(path: Path) -> None:
 
 def _remove(directory: Path) -> None:
     """Remove a checkpoint. It is renamed first: a checkpoint that is half removed must not look like one."""
+    shutil.rmtree(_set_away(directory))
+
+
+def _set_away(directory: Path) -> Path:
+    """Rename a checkpoint that is to be removed, and return its new path."""
     doomed = directory.with_name(directory.name + ".old")
     shutil.rmtree(doomed, ignore_errors=True)
     directory.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def clear_unfinished(checkpoints: Path) -> None:

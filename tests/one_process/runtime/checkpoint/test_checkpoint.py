@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
     assert steps(tmp_path) == [3, 4]
+
+
+def test_a_checkpoint_is_replaced_before_the_old_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash while files are removed leaves the new checkpoint."""
+    save(tmp_path, 1)
+    before: list[list[int]] = []
+    remove = shutil.rmtree
+
+    def observed(path: Path, ignore_errors: bool = False) -> None:
+        before.append(steps(tmp_path))
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", observed)
+    save(tmp_path, 1)
+    assert before and all(present == [1] for present in before)
 
 
 def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
