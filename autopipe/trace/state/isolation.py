@@ -2,13 +2,19 @@
 
 At a later step a model may save a checkpoint, delete an old one, print, or stop. These runs must not: their weights are
 not those of that step. What a package does by other means (a library in C that writes a file, a socket) happens.
+
+A module that is first imported in such a run keeps the functions that it imports from others. So these call the
+original functions after the run.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
+import functools
 import io
+import itertools
 import logging
 import os
 import resource
@@ -21,7 +27,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -32,13 +38,19 @@ from autopipe.workload.model.size_limits import available_bytes
 _EVERY = 0.02  # seconds between two attempts to interrupt a run
 _MORE_BYTES = 1 << 30
 _OPEN = open
+_OPEN_DESCRIPTOR = os.open
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES: tuple[tuple[Any, str], ...] = (
-    *((os, name) for name in ("remove", "unlink", "rename", "replace", "rmdir", "truncate", "kill", "system")),
+    *((os, name) for name in ("remove", "unlink", "rename", "renames", "replace", "truncate", "rmdir", "removedirs")),
+    *((os, name) for name in ("mkdir", "makedirs", "mkfifo", "link", "symlink", "chmod", "chown", "utime", "chdir")),
+    *((os, name) for name in ("kill", "killpg", "system")),
     *((shutil, name) for name in ("rmtree", "move", "copyfile", "copytree")),
     (torch, "save"),
     *((subprocess, name) for name in ("run", "call", "check_call", "check_output")),
 )
 """Functions that do nothing in an isolated run."""
+_ENDS = (*(name for name in dir(os) if name.startswith("exec")), "_exit", "abort")
+"""Functions of ``os`` that end an isolated run, rather than the process."""
 
 
 class OutOfTime(BaseException):
@@ -63,23 +75,33 @@ def isolated(seconds: float) -> Iterator[None]:
 def _without_effects() -> Iterator[None]:
     """Discard output, log records and changes of files of this thread. Files are read as usual."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            muted = _Muted(stream)
+            stack.enter_context(redirect(muted))
+            stack.callback(muted.end)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for owner in (builtins, io):
             stack.enter_context(_replaced(owner, "open", _open_to_read))
+        stack.enter_context(_replaced(os, "open", _descriptor_to_read))
+        stack.enter_context(_replaced(subprocess.Popen, "__init__", _start_nothing))
         for owner, name in _CHANGES:
             stack.enter_context(_replaced(owner, name, _nothing))
+        for name in _ENDS:
+            stack.enter_context(_replaced(os, name, _end))
         stack.enter_context(_replaced(logging.Logger, "handle", _nothing))
         yield
 
 
 class _Muted:
-    """A stream that discards what this thread writes, and passes on what other threads write."""
+    """A stream that discards what this thread writes until ``end``, and passes on what other threads write."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
+
+    def end(self) -> None:
+        """Pass on everything from now on."""
+        self._thread = 0
 
     def write(self, text: str) -> int:
         """Write a text, unless this thread does."""
@@ -91,9 +113,10 @@ class _Muted:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module or class for this thread."""
+    """Replace a function of a module or class for this thread, until the block ends."""
     before, thread = getattr(owner, name), threading.get_ident()
 
+    @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (value if threading.get_ident() == thread else before)(*args, **kwargs)
 
@@ -101,11 +124,36 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
     try:
         yield
     finally:
+        thread = 0
         setattr(owner, name, before)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
+
+
+def _end(*args: Any, **kwargs: Any) -> NoReturn:
+    """End the run."""
+    raise SystemExit
+
+
+def _start_nothing(process: Any, args: Any, *others: Any, **options: Any) -> None:
+    """Initialize a ``subprocess.Popen`` as a process that has ended and has written nothing."""
+    options.update(zip(("bufsize", "executable", "stdin", "stdout", "stderr"), others, strict=False))
+    kind = io.StringIO if any(map(options.get, ("text", "universal_newlines", "encoding", "errors"))) else io.BytesIO
+    process.args, process.pid, process.returncode, process._child_created = args, 0, 0, False
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(process, name, kind() if options.get(name) == subprocess.PIPE else None)
+    process.communicate = lambda *_, **__: tuple(
+        stream and kind().read() for stream in (process.stdout, process.stderr)
+    )
+
+
+def _descriptor_to_read(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    """Open a file, or the null device for writing."""
+    if flags & _WRITING:
+        return _OPEN_DESCRIPTOR(os.devnull, flags & os.O_ACCMODE)
+    return _OPEN_DESCRIPTOR(path, flags, *args, **kwargs)
 
 
 def _open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -136,16 +184,29 @@ def _memory_limit() -> Iterator[None]:
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime in the block after ``seconds``, where it runs a function of the user or of a package.
 
-    Functions of torch and of autopipe are not interrupted: they may hold a lock or be changing global state.
+    Functions of torch and of autopipe are not interrupted: they may hold a lock or be changing global state. A loop
+    that catches every exception (``except: pass``) is interrupted at one of its lines outside of the ``try``.
     """
     handler = signal.getsignal(signal.SIGALRM)
     if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return
 
+    traced: list[types.FrameType] = []
+    attempts, tracing = itertools.count(1), sys.gettrace()
+
     def interrupt(_: int, frame: types.FrameType | None) -> None:
-        if frame is not None and is_users_file(frame.f_code.co_filename):
+        if frame is None or not is_users_file(frame.f_code.co_filename):
+            return
+        if next(attempts) % 2:
             raise OutOfTime
+        sys.settrace(_interrupt_line)  # an exception from it ends the tracing
+        outer: types.FrameType | None = frame
+        while outer is not None:
+            if is_users_file(outer.f_code.co_filename):
+                outer.f_trace = _interrupt_line
+                traced.append(outer)
+            outer = outer.f_back
 
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     start = time.monotonic()
@@ -156,8 +217,23 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        if traced:
+            sys.settrace(tracing)
+        for frame in traced:
+            frame.f_trace = None
         if remaining:  # an alarm of someone else, which was pending
             signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 0.001), interval)
+
+
+def _interrupt_line(frame: types.FrameType, event: str, _: Any) -> Any:
+    """Raise OutOfTime at a line that no ``try`` of the function surrounds: a trace function."""
+    code, place = frame.f_code, frame.f_lasti
+    if event != "line" or not is_users_file(code.co_filename):
+        return _interrupt_line
+    handlers: Any = dis.Bytecode(code)
+    if any(handler.start <= place < handler.end for handler in handlers.exception_entries):
+        return _interrupt_line
+    raise OutOfTime
 
 
 __all__ = ["OutOfTime", "isolated"]

@@ -157,8 +157,8 @@ class Probe:
 
     def _result(self, loss: Tensor) -> tuple[Any, ...]:
         """Return the loss, and what else of the model a run may change."""
-        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
-        parts = tuple((id(part), part.training) for part in self.model.modules())
+        trained = tuple((name, parameter.requires_grad) for name, parameter in self.model.named_parameters())
+        parts = tuple((name, type(part), part.training) for name, part in self.model.named_modules())
         return loss.dtype, tuple(loss.shape), loss.contiguous().reshape(-1).view(torch.uint8).tolist(), trained, parts
 
     def _differs_in_a_row(self) -> bool:

@@ -36,10 +36,11 @@ Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
 ANY = "(any entry)"  # the key of an entry at an unknown index
 DRAWN = "(its state)"  # the key of a generator's state
-_DEEPEST = 6
+_DEEPEST = 6  # objects in objects, counted from the module that holds them
 _MOST_PLACES = 200_000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
+_FIELDS_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Snapshot:
                 continue
             for name, entry in self._visit(path, value):
                 if depth < _DEEPEST and type(entry) not in PLAIN:
-                    pending.append((name, entry, depth + 1))
+                    pending.append((name, entry, 0 if isinstance(entry, nn.Module) else depth + 1))
 
     def has_generator(self) -> bool:
         """Return whether one of the owners is a torch generator."""
@@ -255,13 +256,8 @@ class Snapshot:
             yield type(value).__name__, type(value)
         if is_module:
             yield from self._registered(path, value)
-            if is_torch:
-                for name, entry in own.items():
-                    if type(entry) in PLAIN and not name.startswith("_"):
-                        self._put(value, name, entry, f"{path}.{name}")
-                return
         for name, entry in list(own.items()):
-            if name.startswith("__") or name in _NOT_STATE or (is_module and name.endswith("_hooks")):
+            if name.startswith("__") or name in _NOT_STATE or (is_module and name in _FIELDS_OF_TORCH):
                 continue
             below = f"{path}.{name}"
             self._put(value, name, entry, below)

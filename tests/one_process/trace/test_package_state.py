@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.packages.cases import CHANGING, HARMLESS, written
 from support.packages.values import ITERATORS
 
@@ -59,7 +60,13 @@ def test_a_later_step_is_tried_without_its_files_and_output(
     capture(load_workload(LoadOptions(str(path))))
     assert not (folder / "NEVER").exists()
     assert (folder / "site-packages" / "counting" / "util.py").exists()
-    assert "NEVER" not in "".join(capfd.readouterr())
+    late = sys.modules["counting.late"]  # first imported at the later step
+    late.save({}, folder / "saved")
+    assert torch.load(folder / "saved", weights_only=True) == {}
+    late.stdout.write("SHOWN")
+    output = "".join(capfd.readouterr())
+    assert "NEVER" not in output
+    assert "SHOWN" in output
 
 
 def test_the_command_refuses_before_training(run: Any, folder: Path) -> None:

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.state import ACCEPTED, BASE, REFUSED
+from support.models.state import ACCEPTED, BASE
+from support.models.state import REFUSED as COMMON
+from support.models.state_places import PLACES
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
+
+REFUSED = {**COMMON, **PLACES}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -252,6 +252,7 @@ HARMLESS = {**LOGGING, **CONSTANT_VALUES}
 FILES = {
     "global of another module": {"counting/state.py": "N = 0\n"},
     "global of a module imported in the function": {"counting/state.py": "COUNTS = {'n': 0}\n"},
+    "files and output at a later step": {"counting/late.py": "from sys import stdout\nfrom torch import save\n"},
     "two packages": {"counting_base/__init__.py": "class Base:\n    STATE = {'n': 0}\n"},
 }  # fmt: skip
 

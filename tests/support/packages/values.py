@@ -217,6 +217,11 @@ def scale():
 }  # fmt: skip
 
 CONSTANT_VALUES = {
+    "beside a module that each forward creates": (hidden("0", """
+    h.value += 1
+    m.act = nn.GELU()
+    return 0
+""", "from torch import nn").replace("scale()", "scale(m)"), "util.scale(self)"),
     "cycle of a progress bar": ("""
 import itertools
 SPINNER = itertools.cycle("|/-")
@@ -315,8 +320,15 @@ def scale():
         print("NEVER", flush=True)
         logging.getLogger("counting").warning("NEVER")
         print("NEVER", file=sys.stderr, flush=True)
+        os.mkdir("NEVER")
+        os.makedirs("NEVER/NEVER")
+        os.symlink("/", "NEVER")
+        os.close(os.open("NEVER", os.O_CREAT | os.O_WRONLY))
+        subprocess.Popen(["touch", "NEVER"], stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=1)
+        from . import late
+        os._exit(3)
     return 0
-""", "import logging, os, sys, torch"), "util.scale()"),
+""", "import logging, os, subprocess, sys, torch"), "util.scale()"),
     "work and memory that grow with the steps": (hidden("0", """
     h.value += 1
     for _ in range(h.value * 10_000): pass
