@@ -6,18 +6,20 @@ the original names, a tied parameter stays one object, and hooks, parametrizatio
 working.
 
 The stage's own attributes have names that no model uses, and are accessed through functions: ``draw(self, position)``,
-``opaque_call(self, position)`` and ``device_of(self)``.
+``opaque_call(self, position)`` and ``device_of(self)``. A part of a forward that recompute by block runs again is a
+function inside it, called through ``recomputed(unit, ...)``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autopipe import draws
 from autopipe.errors import ArtifactError
@@ -198,6 +200,16 @@ def draw(stage: Stage, position: int, count: int = 1) -> contextlib.AbstractCont
 def opaque_call(stage: Stage, position: int) -> contextlib.AbstractContextManager[None]:
     """Seed the call of an opaque module inside, for torch, Python and numpy."""
     return draws.inside(stage._autopipe_draws, position)
+
+
+def recomputed(unit: Callable[..., Any], *values: Any) -> Any:
+    """Call ``unit(*values)``, which the backward calls again instead of keeping its activations.
+
+    The autograd graph is that of the first call, so gradients add up in the same order as without. The caller of the
+    backward seeds the stage and exchanges its buffers first (``runtime.stage_runner``). Random draws are seeded by
+    their position, so the state of the generators need not be stored.
+    """
+    return checkpoint(unit, *values, use_reentrant=False, preserve_rng_state=False)
 
 
 def device_of(stage: Stage) -> torch.device:

@@ -98,8 +98,13 @@ def brute_force(cases: int) -> dict[str, int]:
     return wrong
 
 
-def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> bottleneck.Arrays:
-    """Return a chain of heavy-tailed layers on equal 80 GB devices with 25 GB/s links; recomputation is allowed."""
+def layers(
+    count: int, ranks: int, microbatches: int, *, flush: bool, may_recompute_by_block: bool = True
+) -> bottleneck.Arrays:
+    """Return a chain of heavy-tailed layers on equal 80 GB devices with 25 GB/s links.
+
+    Recomputation is allowed, of stages and by block: every layer is a unit.
+    """
     rng = np.random.default_rng(0)
     forward = rng.lognormal(-6.5, 0.7, count)
     backward = 2 * forward * rng.uniform(0.8, 1.2, count)
@@ -118,11 +123,13 @@ def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> bottlen
     tables = (
         between(forward + backward), between(forward), received, sent, weight, np.zeros_like(weight), weight,
         3 * weight, between(saved), received / 2, one, 2 * weight / 25e9,
+        3 * weight + saved.max(), between(cut[:count]), between(forward), np.zeros_like(weight),
     )  # fmt: skip
     rules = np.zeros(solver.NUM_RULES)
     for place, value in ((solver.MICROBATCHES, microbatches), (solver.RANKS, ranks), (solver.FLUSH, flush)):
         rules[place] = value
     rules[[solver.DEPTH, solver.MAY_KEEP, solver.MAY_RECOMPUTE, solver.EQUAL, solver.WIDTH]] = 1
+    rules[solver.MAY_BLOCK] = may_recompute_by_block
     rules[solver.VERSIONS] = 1 if flush else 2
     rules[[solver.MOST, solver.UNIT]] = ranks, 1
     place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)

@@ -212,7 +212,9 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--recompute",
         type=types.one_of("recompute setting", *table.CHOICES["recompute"]),
-        help="Recompute forwards to save memory. auto: only if no plan fits otherwise. [default: auto]",
+        help="Recompute forwards to save memory. never: keep all activations. block: recompute each stage in parts, "
+        "one at a time. stage: each stage as a whole. auto: for each stage, the fastest of these that fits; your own "
+        "checkpoint() calls remain recomputed. always: block, or stage where that does not fit. [default: auto]",
     ),
     option(
         "--exact-ties",

@@ -192,7 +192,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "device": ("auto", "cpu", "cuda"),
     "replicas": ("auto", "never"),
-    "recompute": ("auto", "always", "never"),
+    "recompute": ("auto", "never", "block", "stage", "always"),
     "exact_ties": ("auto", "always"),
     "on_nonfinite": ("stop", "warn", "skip"),
     "data_reader": DATA_READERS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -16,17 +16,27 @@ from autopipe.generate.statements import Statement, ir, is_size, scope_of
 class Body:
     """Writes the statements of one stage."""
 
-    def __init__(self, writer: Writer, variables: Variables, numbered: Sequence[Statement]) -> None:
-        self.writer, self.variables, self.statements = writer, variables, numbered
+    def __init__(
+        self, writer: Writer, variables: Variables, numbered: Sequence[Statement], units: Mapping[str, int]
+    ) -> None:
+        """``units``: by value, the number of the recompute unit that computes it."""
+        self.writer, self.variables, self.statements, self.units = writer, variables, numbered, units
+        self.runs: dict[int, tuple[int, int]] = {}  # by unit, its first line, and the line behind its last one
         self.lines: list[str] = []  # the result
         self._scope: object = None  # the module of the last statement
         self._region: tuple[str, ...] = ()  # the context managers around the last statement
 
     def write(self, indent: int) -> list[str]:
         """Write the statements, indented by ``indent`` spaces, and return the lines."""
+        unit: int | None = None  # of the last statement
         for number, statement in enumerate(self.statements):
-            self._open(statement, indent)
-            depth = indent + (4 if self._region else 0)
+            before, unit = unit, self.units.get(statement.node.name)
+            first = len(self.lines)
+            if before != unit:
+                self._scope, self._region = None, ()
+            inside = indent if unit is None else indent + 4
+            self._open(statement, inside)
+            depth = inside + (4 if self._region else 0)
             about = ir(statement.node)
             if about.opaque:
                 opaque_call = self.writer.imports.name("autopipe.stage", "opaque_call")
@@ -38,6 +48,8 @@ class Body:
                 self.lines.append(" " * depth + f"with {draw}(self, {about.random_position}{count}):")
                 depth += 4
             self.lines += wrapped(self._text(statement, number), depth)
+            if unit is not None:
+                self.runs[unit] = self.runs.get(unit, (first, 0))[0], len(self.lines)
         return self.lines
 
     # --- blocks and comments ------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _forward(divisor: CapturedDivisor, imports: Imports, reserved: set[str]) -> 
         writer.names[value] = Expression((variables.name(value, -1),))
     names = [writer.names[value].doc for value in inputs]
     lines = wrapped(("def forward", Group("(", (("self",), *names), ")"), ":"), 4)
-    body = Body(writer, variables, grouped).write(8)
+    body = Body(writer, variables, grouped, {}).write(8)
     results: list[Doc] = [writer.value(recorded[value]).doc if value else ("1",) for value in divisor.outputs]
     returned = ((*results[0], ","),) if len(results) == 1 else tuple(results)
     return [

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.plan import Boundary, Plan
+from autopipe.ir.plan import Boundary, Plan, Stage
 
 
 class Captured(Protocol):
@@ -86,6 +86,7 @@ class Part:
     constants: tuple[str, ...]
     num_parameters: int
     num_elements: int  # of all parameters
+    units: Mapping[str, int]  # by value, the number of the recompute unit that computes it
 
 
 def divide(graph: Graph, plan: Plan) -> list[Part]:
@@ -136,7 +137,20 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
         constants=tuple(dict.fromkeys(name for node in nodes for name in node.constants)),
         num_parameters=len(parameters),
         num_elements=elements,
+        units=_units(graph, plan.stages[index], nodes),
     )
+
+
+def _units(graph: Graph, stage: Stage, nodes: tuple[Node, ...]) -> dict[str, int]:
+    """Return the unit of every node that is recomputed by block."""
+    # sizes of the batch are written before all other calls
+    own, inputs = {node.name for node in nodes}, {entry.name for entry in graph.inputs}
+    return {
+        node.name: number
+        for number, (start, stop) in enumerate(stage.units)
+        for node in graph.nodes[start:stop]
+        if node.name in own and not (node.target == "size" and inputs.issuperset(node.inputs))
+    }
 
 
 def _unused_modules(graph: Graph, own: Collection[str], called: Collection[str]) -> tuple[str, ...]:

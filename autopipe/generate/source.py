@@ -17,6 +17,7 @@ from autopipe.generate.names import Variables, base_names
 from autopipe.generate.parts import Captured, Part
 from autopipe.generate.statements import Statement, statements
 from autopipe.generate.targets import Imports
+from autopipe.generate.units import NAME, with_units
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
@@ -66,9 +67,10 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     graph = capture.graph
     recorded = {node.name: node for node in capture.module.graph.nodes}
     leaving = [*(boundary.value for boundary in part.sends), *part.returns]
-    grouped = statements([recorded[node.name] for node in part.nodes], leaving)
+    grouped = statements([recorded[node.name] for node in part.nodes], leaving, part.units)
     device = next((node.meta["val"].device.type for node in recorded.values() if node.op == "placeholder"), "cpu")
     writer = Writer(imports, capture.constants, capture.evaluation, device)
+    reserved = reserved | {f"{NAME}{number}" for number in part.units.values()}
     variables = Variables(base_names(capture.module.graph), last_use(grouped, leaving), reserved)
     arriving = [*part.inputs, *(boundary.value for boundary in part.receives)]
     for value in arriving:
@@ -76,13 +78,16 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     names = [writer.value(recorded[value]).doc for value in arriving]
     lines = wrapped(("def forward", Group("(", (("self",), *names), ")"), ":"), 4)
     lines += [f"        # {line}" for line in _borders(graph, part, writer, recorded)]
-    body = Body(writer, variables, grouped).write(8)
-    lines += body if arriving else body[body[:1] == [""] :]
-    lines.append("")
-    lines += [f"        # {line}" for line in _borders(graph, part, writer, recorded, leave=True)]
+    taken = [str(writer.names[value].doc[0]) for value in arriving]
+    writing = Body(writer, variables, grouped, part.units)
+    body = writing.write(8)
+    tail = ["", *(f"        # {line}" for line in _borders(graph, part, writer, recorded, leave=True))]
     results = tuple(writer.value(recorded[value]).doc for value in leaving)
     returned: tuple[Doc, ...] = ((*results[0], ","),) if len(results) == 1 else results
-    return lines + wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)
+    body += [*tail, *wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)]
+    if writing.runs:
+        body = with_units(body, list(writing.runs.values()), taken, imports.name("autopipe.stage", "recomputed"))
+    return lines + (body if arriving else body[body[:1] == [""] :])
 
 
 def last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, float]:

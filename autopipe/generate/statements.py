@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import fx
 
@@ -43,16 +44,22 @@ def ir(node: fx.Node) -> Node:
     return about
 
 
-def statements(nodes: Sequence[fx.Node], kept: Iterable[str]) -> list[Statement]:
-    """Group calls into statements. ``kept``: values that need a variable because other stages read them."""
+def statements(
+    nodes: Sequence[fx.Node], kept: Iterable[str], units: Mapping[str, int] = MappingProxyType({})
+) -> list[Statement]:
+    """Group calls into statements.
+
+    ``kept``: values that need a variable because other stages read them. ``units``: by value, the number of its
+    recompute unit; no statement has calls of two.
+    """
     # sizes of the batch come first, because they depend on no call and any call may read them
     ordered = [*filter(is_size, nodes), *(node for node in nodes if not is_size(node))]
-    return _Grouping(ordered, kept).statements()
+    return _Grouping(ordered, kept, units).statements()
 
 
 class _Grouping:
-    def __init__(self, nodes: Sequence[fx.Node], kept: Iterable[str]) -> None:
-        self.nodes, self.kept = nodes, set(kept)
+    def __init__(self, nodes: Sequence[fx.Node], kept: Iterable[str], units: Mapping[str, int]) -> None:
+        self.nodes, self.kept, self.units = nodes, set(kept), units
         inside = set(nodes)
         self.readers = {node: [user for user in node.users if user in inside] for node in nodes}
         self.result: list[Statement] = []
@@ -101,6 +108,8 @@ class _Grouping:
 
     def _may_move(self, node: fx.Node, into: fx.Node) -> bool:
         if self.readers.get(node) != [into] or node.name in self.kept or _count(into, node) != 1:
+            return False
+        if self.units.get(node.name) != self.units.get(into.name):
             return False
         about = ir(node)
         if about.num_random or _is_setitem(node) or (about.mutates and node.op != "call_module"):

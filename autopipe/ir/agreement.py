@@ -40,6 +40,11 @@ def _disagreement(plan: Plan, graph: Graph) -> str:
     for stage in plan.stages[1:]:
         if stage.start not in cuts.legal:
             return f"stage {stage.index} begins at node {stage.start}, which is not a legal cut"
+    for stage in plan.stages:
+        legal = {stage.start, stage.stop, *cuts.legal}
+        for position in (position for unit in stage.units for position in unit):
+            if position not in legal:
+                return f"stage {stage.index} recomputes from or to node {position}, which is not a legal cut"
     crossing = cuts.boundaries([stage.start for stage in plan.stages[1:]])
     stated_crossing = [(boundary.value, boundary.producer, boundary.consumers) for boundary in plan.boundaries]
     if stated_crossing != crossing:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from autopipe.errors import ArtifactError, AutopipeError, VersionError, disk_is_full, with_article
 
 SCHEMA_VERSION = 1
+"""The format of every kind of artifact that has no ``FORMAT`` of its own."""
 LARGEST = 2**63
 """The exclusive limit of counts, sizes and seeds. A step never writes a larger value, which would overflow later."""
 
@@ -194,13 +195,19 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
+def format_of(kind: type) -> int:
+    """Return the version of the format of a kind of artifact."""
+    version: int = getattr(kind, "FORMAT", SCHEMA_VERSION)
+    return version
+
+
 def save(value: Any, path: Path) -> None:
     """Write an artifact atomically: ``{"kind", "schema_version", "digest", ...fields}``, indented.
 
     Mappings keep their order, because the gradient norm is added in the order of the model's parameters.
     """
     body = encode(value)
-    head = {"kind": type(value).__name__, "schema_version": SCHEMA_VERSION, "digest": digest(body)}
+    head = {"kind": type(value).__name__, "schema_version": format_of(type(value)), "digest": digest(body)}
     write_text(path, json.dumps({**head, **body}, indent=1) + "\n")
 
 
@@ -228,12 +235,12 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
     found_kind, version = document.pop("kind", None), document.pop("schema_version", None)
     if found_kind != kind.__name__ or type(version) is not int:
         name = found_kind if isinstance(found_kind, str) and found_kind.isidentifier() else _shown(found_kind)
-        expected = f"expected a {kind.__name__} of format {SCHEMA_VERSION}"
+        expected = f"expected a {kind.__name__} of format {format_of(kind)}"
         raise damaged(f"it is a {name} of format {_shown(version)}; {expected}")
-    if version != SCHEMA_VERSION:
+    if version != format_of(kind):
         raise VersionError(
             f"{path.name} was written by another version of autopipe: it is a {found_kind} of format {version}, and "
-            f"this version reads format {SCHEMA_VERSION}",
+            f"this version reads format {format_of(kind)}",
             where=str(path),
             remedy=renew,
         )

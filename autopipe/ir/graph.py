@@ -72,6 +72,8 @@ class Node:
     glued: bool = False  # must be in the same stage as the previous node
     # a user module that runs as it is, because its calls differ from batch to batch; it takes one random position
     opaque: bool = False
+    # the user's call of ``torch.utils.checkpoint`` around this call, numbered from 1 in order; 0: not in one
+    checkpoint: int = 0
     context: str = ""  # grad mode and autocast; "" for the default
     module_path: str = ""  # of the module whose forward makes the call
     module_type: str = ""
@@ -86,10 +88,10 @@ class Node:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"node {self.name}: unknown kind {self.kind!r}")
-        if min(self.num_random, self.random_position) < 0:
+        if min(self.num_random, self.random_position, self.checkpoint) < 0:
             raise ValueError(
-                f"node {self.name}: num_random and random_position must be at least 0, and are {self.num_random} and "
-                f"{self.random_position}"
+                f"node {self.name}: num_random, random_position and checkpoint must be at least 0, and are "
+                f"{self.num_random}, {self.random_position} and {self.checkpoint}"
             )
 
 

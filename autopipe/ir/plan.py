@@ -6,11 +6,19 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from autopipe.ir.artifact import digest
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.ir.tensor import TensorSpec
+
+RECOMPUTE_MODES = ("never", "block", "stage")
+"""How a stage recomputes its forward, the fastest first.
+
+``never``: it keeps all activations. ``block``: its units (``Stage.units``) run again one at a time, each when the
+backward reaches it. ``stage``: the whole stage runs again before its backward.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,10 @@ class Stage:
     forward_seconds: float  # per microbatch
     backward_seconds: float  # per microbatch
     peak_bytes: int  # on each of its ranks
-    recompute: bool = False  # run the forward again before the backward, instead of keeping its activations
+    recompute: str = "never"  # one of ``RECOMPUTE_MODES``
+    # with ``block``: the ranges of nodes (first, behind the last) that are recomputed, ascending; others are not
+    units: tuple[tuple[int, int], ...] = ()
+    recompute_seconds: float = 0.0  # of what runs again, per microbatch
     buffers: tuple[str, ...] = ()  # as ``parameters``
     modules: str = ""  # the names of its modules (``ir.module_names``), or "" if no call is in a module
 
@@ -42,10 +53,20 @@ class Stage:
             )
         if len({*self.parameters}) < len(self.parameters) or len({*self.buffers}) < len(self.buffers):
             raise ValueError(f"stage {self.index} has the same parameter or buffer twice")
-        if min(self.forward_seconds, self.backward_seconds, self.peak_bytes) < 0:
+        if min(self.forward_seconds, self.backward_seconds, self.recompute_seconds, self.peak_bytes) < 0:
             raise ValueError(
                 f"stage {self.index}: seconds and bytes must be at least 0, and are {self.forward_seconds} s forward, "
-                f"{self.backward_seconds} s backward, {self.peak_bytes} bytes"
+                f"{self.backward_seconds} s backward, {self.recompute_seconds} s recompute, {self.peak_bytes} bytes"
+            )
+        if self.recompute not in RECOMPUTE_MODES:
+            raise ValueError(
+                f"stage {self.index}: recompute must be one of {', '.join(RECOMPUTE_MODES)}, and is {self.recompute!r}"
+            )
+        edges = [self.start, *(position for unit in self.units for position in unit), self.stop]
+        if bool(self.units) != (self.recompute == "block") or edges != sorted(edges):
+            raise ValueError(
+                f"stage {self.index}: recompute {self.recompute!r} does not agree with its units "
+                f"{[list(unit) for unit in self.units]} in nodes {self.start} to {self.stop}"
             )
 
     @property
@@ -65,8 +86,8 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one microbatch: forward, backward and, with recompute, the second forward."""
-        return self.forward_seconds * (2 if self.recompute else 1) + self.backward_seconds
+        """Seconds of one microbatch: forward, backward, and what is recomputed."""
+        return self.forward_seconds + self.recompute_seconds + self.backward_seconds
 
 
 def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
@@ -155,6 +176,8 @@ class Plan:
     Raises: ValueError if its parts contradict one another.
     """
 
+    FORMAT: ClassVar[int] = 2  # 2: recompute by block
+
     graph_digest: str  # of the graph that it was made for
     workload: WorkloadSpec
     num_ranks: int
@@ -207,7 +230,7 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """The identity of what determines a run's result: cuts, ranks and schedule, without the predicted figures."""
-        stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute) for s in self.stages]
+        stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute, s.units) for s in self.stages]
         order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
         return digest((self.graph_digest, stages, self.ties, *order))
 

@@ -9,7 +9,7 @@ stage k, tau_k = t_k / r_k + (all-reduce) / m its share of the period, and m the
 
 The terms and constraints, and where each is defined::
 
-    t_k = F + B (+ F with recompute) over the device's speed, plus transfers    search.solver.stage, search.problem
+    t_k = F + B (+ R recomputed) over the device's speed, plus transfers    search.solver.stage, search.problem
     a value counts once for its producer and once for each stage that reads it  cost.pair_sum, cost.tables
     the bytes of a stage, in whole numbers, term by term                        cost.byte_sums
     state + (A + K) times the number in flight <= memory of the device          cost.memory.stage_peak

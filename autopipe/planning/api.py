@@ -14,7 +14,13 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning.build import build_plan, unreplicated_choices
 from autopipe.planning.options import PlanOptions
-from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
+from autopipe.planning.refusals import (
+    check_microbatches,
+    check_stage_count,
+    check_units,
+    does_not_fit,
+    microbatch_count,
+)
 from autopipe.planning.search.alternatives import Score, best_by_score
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
@@ -182,7 +188,9 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
             f"{options.most_pairs:.3g}",
             remedy="request the schedule and the replicas",
         )
-    return [Problem(profile, cluster, options, cuts, m) for m in counts]
+    problems = [Problem(profile, cluster, options, cuts, m) for m in counts]
+    check_units(problems[0])
+    return problems
 
 
 def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:

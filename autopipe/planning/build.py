@@ -23,7 +23,7 @@ class StageChoice:
     start: int  # the position of its first node
     stop: int  # the position behind its last node
     ranks: tuple[int, ...]
-    recompute: bool
+    recompute: str  # one of ``RECOMPUTE_MODES``
     in_flight: int  # microbatches in flight on each rank
     versions: int  # weight versions
     seconds: float  # per microbatch of one replica, with transfers and the all-reduce
@@ -31,19 +31,20 @@ class StageChoice:
 
 
 def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
-    """Return the stages of a plan whose stages 1.. start at these atoms; they recompute if they must.
+    """Return the stages of a plan whose stages 1.. start at these atoms, each with the first recompute mode that fits.
 
     The stages have one replica each, or the same number.
     """
     edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
     positions = [problem.tables.edges[atom] for atom in edges]
     choices = []
-    for stage, terms in enumerate(problem.byte_sums.along(positions[:-1])):
+    modes = problem.modes
+    for stage, terms in enumerate(problem.byte_sums.along(positions[:-1], by_block="block" in modes)):
         in_flight, versions = problem.in_flight_and_versions(stage, count)
-        waiting, setting = problem.waiting(stage), problem.options.recompute
-        peak = terms.peak(in_flight, versions, recompute=False, waiting=waiting)
-        recompute = setting == "always" or (setting == "auto" and peak > problem.limit(stage))
-        seconds = problem.stage_seconds(stage, count, (edges[stage], edges[stage + 1]))[1 if recompute else 0]
+        waiting, limit = problem.waiting(stage), problem.limit(stage)
+        fitting = (mode for mode in modes if terms.peak(in_flight, versions, mode, waiting) <= limit)
+        recompute = next(fitting, modes[-1])
+        seconds = problem.stage_seconds(stage, count, recompute, (edges[stage], edges[stage + 1]))
         choices.append(
             StageChoice(
                 positions[stage],
@@ -103,7 +104,8 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         for value, producer, consumers in cuts.boundaries(positions)
     )
     exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
-    terms = problem.byte_sums.along(edges[:-1])
+    by_block = any(choice.recompute == "block" for choice in choices)
+    terms = problem.byte_sums.along(edges[:-1], by_block=by_block)
     stages = tuple(_stage(problem, index, choice, state[index], terms[index]) for index, choice in enumerate(choices))
     check_every_parameter(graph, stages)
     num_used = 1 + max(rank for stage in stages for rank in stage.ranks)
@@ -126,7 +128,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         num_microbatches=m,
         microbatch_size=problem.microbatch_size,
         predicted=predict(problem, choices, terms),
-        notes=_notes(problem, edges, num_used),
+        notes=(*_notes(problem, edges, num_used), *_notes_of_checkpoints(problem, stages)),
     )
 
 
@@ -135,6 +137,12 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, term
     last = choice.stop == len(graph.nodes)
     nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())
     speed = problem.cluster.speed_of(choice.ranks)
+    forward = math.fsum(costs[node.name].forward_seconds for node in nodes)
+    units = _units(problem, choice) if choice.recompute == "block" else ()
+    inside = {node.name for start, stop in units for node in graph.nodes[start:stop] if not node.input_only}
+    again = math.fsum(costs[name].forward_seconds for name in inside)
+    # of a stage with one unit at most, there may be nothing to run again
+    recompute = "never" if choice.recompute == "block" and not units else choice.recompute
     return Stage(
         index=index,
         start=choice.start,
@@ -143,12 +151,42 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, term
         last=graph.nodes[choice.stop - 1].name,
         ranks=choice.ranks,
         parameters=state[0],
-        forward_seconds=math.fsum(costs[node.name].forward_seconds for node in nodes) / speed,
+        forward_seconds=forward / speed,
         backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
         peak_bytes=terms.peak(choice.in_flight, choice.versions, choice.recompute, choice.waiting),
-        recompute=choice.recompute,
+        recompute=recompute,
+        units=units,
+        recompute_seconds=(forward if recompute == "stage" else again) / speed,
         buffers=state[1],
         modules=stage_modules(graph, choice.start, choice.stop),
+    )
+
+
+def _units(problem: Problem, choice: StageChoice) -> tuple[tuple[int, int], ...]:
+    """Return the units of a stage as node positions."""
+    edges = problem.tables.edges
+    start, stop = edges.index(choice.start), edges.index(choice.stop)
+    spans = problem.atoms.units.within(start, stop, keep_last=choice.in_flight == 1)
+    return tuple((edges[first], edges[behind]) for first, behind in spans)
+
+
+def _notes_of_checkpoints(problem: Problem, stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Return notes on the user's calls of checkpoint() that a stage does not recompute as units."""
+    graph, units = problem.profile.graph, problem.atoms.units
+    calls = {node.checkpoint for node in graph.nodes} - {0}
+    if not calls or problem.options.recompute == "never":
+        return ()
+    if problem.kind.splits_backward and any(stage.recompute == "never" for stage in stages):
+        return (
+            f"{problem.kind.name} keeps the activations of the model's checkpoint() calls, because it splits the "
+            "backward; other schedules recompute them",
+        )
+    missing = len(calls) - len(units.spans)
+    if not missing:
+        return ()
+    return (
+        f"{missing} of {len(calls)} checkpoint() calls of the model are not recomputed as units: no legal cut is at "
+        "their ends, or a tensor of the batch that they read changes in place",
     )
 
 

@@ -2,8 +2,8 @@
 
 The parameters of each rank, and its connections, are those of the plan. So a stage of the other graph may use only what
 the plan's stage has, and may send values only to stages to which the plan's stage sends some. If the two graphs have
-the same calls, the cuts are the same. Otherwise each cut is a legal one near the call at which the plan cuts; the sum
-of the distances is minimal.
+the same calls, the cuts are the same, and so are the units of recompute by block. Otherwise each cut is a legal one
+near the call at which the plan cuts; the sum of the distances is minimal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopipe.ir.gradients import chains
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Stage
+from autopipe.planning.cost.units import may_run_twice
 
 _REMEDY = "pad the batches to one shape, or plan with fewer stages"
 _NEAREST = 48  # legal cuts that are tried for each cut of the plan
@@ -36,7 +37,7 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
         chosen = _nearest(_available(plan, graph), graph, other, cuts, chosen)
     edges = [0, *chosen, len(other.nodes)]
     stages = tuple(
-        _moved(stage, other, start, stop)
+        _moved(stage, other, start, stop, _units(stage, graph, other, cuts, start, stop))
         for stage, (start, stop) in zip(plan.stages, itertools.pairwise(edges), strict=True)
     )
     sizes = {symbol.name: symbol.hint for symbol in other.symbols}
@@ -80,9 +81,27 @@ def _calls(graph: Graph) -> list[tuple[object, ...]]:
     ]
 
 
-def _moved(stage: Stage, other: Graph, start: int, stop: int) -> Stage:
+def _moved(stage: Stage, other: Graph, start: int, stop: int, units: tuple[tuple[int, int], ...]) -> Stage:
     first, last = other.nodes[start].name, other.nodes[stop - 1].name
-    return replace(stage, start=start, stop=stop, first=first, last=last, modules=stage_modules(other, start, stop))
+    # a stage without any unit keeps its activations
+    recompute = "never" if stage.recompute == "block" and not units else stage.recompute
+    stage = replace(stage, recompute=recompute, units=()) if not units else stage
+    modules = stage_modules(other, start, stop)
+    return replace(stage, start=start, stop=stop, first=first, last=last, modules=modules, units=units)
+
+
+def _units(stage: Stage, graph: Graph, other: Graph, cuts: Cuts, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return the units of a stage in the other graph: the whole atoms between the same calls."""
+    if not stage.units:
+        return ()
+    places = _places(graph, other, [position for unit in stage.units for position in unit])
+    legal = [start, *(position for position in cuts.legal if start < position < stop), stop]
+    units = []
+    for first, behind in zip(places[::2], places[1::2], strict=True):
+        inside = [position for position in legal if first <= position <= behind]
+        if len(inside) > 1 and may_run_twice(cuts, inside[0], inside[-1]):
+            units.append((inside[0], inside[-1]))
+    return tuple(units)
 
 
 def _available(plan: Plan, graph: Graph) -> list[set[str]]:

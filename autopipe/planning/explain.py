@@ -106,8 +106,11 @@ def _compute(problem: Problem, plan: Plan, stage: int, start: int, stop: int) ->
     """
     edges, tables, ranks = problem.tables.edges, problem.tables, plan.stages[stage].ranks
     i, j = edges.index(start), edges.index(stop)
-    forward = float(tables.forward_seconds[i, j]) * (2 if plan.stages[stage].recompute else 1)
-    seconds = forward + float(tables.backward_seconds[i, j])
+    seconds = float(tables.forward_seconds[i, j] + tables.backward_seconds[i, j])
+    if plan.stages[stage].recompute == "stage":
+        seconds += float(tables.forward_seconds[i, j])
+    elif plan.stages[stage].recompute == "block":
+        seconds += float(problem.block_tables.again_seconds[i, j])
     return seconds / problem.cluster.speed_of(ranks) / len(ranks)
 
 

@@ -9,7 +9,7 @@ from autopipe.errors import PlanError, unknown_choice
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.schedules.registry import REGISTRY
 
-RECOMPUTE = ("auto", "always", "never")
+RECOMPUTE = ("auto", "never", "block", "stage", "always")
 EXACT_TIES = ("auto", "always")
 
 
@@ -26,7 +26,9 @@ class PlanOptions:
     microbatch_size: int | None = None  # samples; excludes ``num_microbatches``
     schedule: str = "1f1b"
     kind: ScheduleKind | None = None  # a modified description of the schedule; None: the registered one
-    recompute: str = "auto"  # "auto" (only stages that do not fit without), "always" or "never"
+    # "never", "block" or "stage" for all stages; "auto": for each stage, the fastest that fits, where the user's own
+    # calls of checkpoint() remain recomputed; "always": "block", or "stage" if that does not fit
+    recompute: str = "auto"
     stages_per_rank: int = 1
     may_replicate: bool = False  # stages may have several ranks, each stage another number; otherwise ``replicas``
     replicas: int = 1  # ranks of every stage; ``num_ranks`` is a multiple of it

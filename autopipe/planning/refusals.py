@@ -68,6 +68,24 @@ def check_microbatches(kind: ScheduleKind, num_stages: int, num_microbatches: in
         )
 
 
+def check_units(problem: Problem) -> None:
+    """Check that stages can be recomputed by block if that is requested. Raises: PlanError."""
+    if problem.options.recompute != "block":
+        return
+    if problem.kind.splits_backward:
+        raise PlanError(
+            f"--recompute block does not work with {problem.kind.name}: it splits the backward, and the second half "
+            "would run every unit once more for each weight",
+            remedy="--recompute stage, or --schedule 1f1b",
+        )
+    if not problem.atoms.units.spans:
+        raise PlanError(
+            "--recompute block finds no parts of the model that it could run again one at a time to save memory",
+            where=f"graph of {problem.profile.graph.name}",
+            remedy="--recompute stage",
+        )
+
+
 def does_not_fit(problem: Problem) -> PlanError:
     """Return the error for a problem without a plan that fits: the stage, the missing bytes, and what would fit."""
     if problem.options.may_replicate:

@@ -33,7 +33,7 @@ _FILES = ("cluster", "grid")  # their contents are not shown
 _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
 
 _CHOICES = {
-    "recompute": ("auto", "always", "never"),
+    "recompute": ("auto", "never", "block", "stage", "always"),
     "exact_ties": ("auto", "always"),
     "replicas": ("auto", "never"),
 }

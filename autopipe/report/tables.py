@@ -16,6 +16,8 @@ from autopipe.report.remaining import time_to_go
 from autopipe.report.text import in_ranges
 from autopipe.units import in_bytes, in_seconds
 
+_RECOMPUTED = {"never": "", "block": " (recompute by block)", "stage": " (recompute)"}
+
 if TYPE_CHECKING:
     from autopipe.commands.doctor import Examination
     from autopipe.report.results import (
@@ -129,7 +131,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         table.add_row(
             str(stage.index),
             in_ranges(stage.ranks),
-            stage.name + (" (recompute)" if stage.recompute else ""),
+            stage.name + _RECOMPUTED[stage.recompute],
             in_seconds(stage.seconds),
             in_bytes(stage.peak_bytes),
             in_bytes(limit - stage.peak_bytes) if limit else "no limit",

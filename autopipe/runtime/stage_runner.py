@@ -24,7 +24,8 @@ therefore be the first summand, before those of the stage's own readers.
     accumulation node takes the root first.
 [5] Collect: the gradients of the leaves, and of exactly tied parameters, go to the earlier stages.
 
-With recomputation, [2] keeps nothing, and [4] first runs the forward again.
+If the whole stage is recomputed, [2] keeps nothing, and [4] first runs the forward again. By block, autograd runs each
+unit of the stage again when it needs what the unit saved (``autopipe.stage.recomputed``).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class StageRunner:
         seed: the seed of the run.
         carries_gradient: as in ``StageVariant``, for the recording of the plan.
         exact_ties: parameters whose gradient takes part in a chain of stages -> whether this stage owns them.
-        recompute: run the forward again in backward instead of keeping its activations.
+        recompute: one of ``RECOMPUTE_MODES``. With ``block``, the code of the stage recomputes its units.
         scaler: the loss scale for float16.
         deferred: gathers the statistics of BatchNorm until the step.
         replayed: as in ``StageVariant``, for the recording of the plan.
@@ -109,7 +110,7 @@ class StageRunner:
         seed: int,
         carries_gradient: frozenset[str],
         exact_ties: Mapping[str, bool],
-        recompute: bool = False,
+        recompute: str = "never",
         scaler: LossScaler | None = None,
         deferred: DeferredStatistics | None = None,
         replayed: frozenset[str] = frozenset(),
@@ -158,7 +159,7 @@ class StageRunner:
                 leaf.requires_grad_()
                 hook = functools.partial(microbatch.gradients.__setitem__, value)  # [3]
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        if self.recompute:
+        if self.recompute != "never":
             microbatch.buffers = self._values_of(variant.replayed)
         outputs = self._run(microbatch)
         sent = {value: outputs[value].detach() for value in variant.code.SENDS}  # [2]
@@ -166,7 +167,7 @@ class StageRunner:
             returned = [outputs[value] for value in self.stage.RETURNS]
             weight = returned[1].detach() if len(returned) > 1 else None
             self.losses[key] = self._scaled(outputs, factor).detach(), weight
-        microbatch.outputs = {} if self.recompute else self._roots(microbatch, outputs)
+        microbatch.outputs = {} if self.recompute == "stage" else self._roots(microbatch, outputs)
         self.in_flight[key] = microbatch
         return sent
 
@@ -220,11 +221,19 @@ class StageRunner:
         microbatch = self.in_flight.pop(key)
         roots, starts = self._starts(microbatch, gradients)
         if roots:
-            torch.autograd.backward(roots, starts)  # None means ones
+            with self._recomputing_units(microbatch):
+                torch.autograd.backward(roots, starts)  # None means ones
         return self._collect(microbatch)
 
     def backward_inputs(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the half of a backward that earlier stages wait for, and return its gradients."""
+        """Run the half of a backward that earlier stages wait for, and return its gradients.
+
+        A stage that recomputes by block runs the whole backward here: the second half would run each unit once more for
+        every weight.
+        """
+        if self.recompute == "block":
+            self._pending[key] = PendingWeights([])
+            return self.backward(key, gradients)
         microbatch = self.in_flight.pop(key)
         roots, starts = self._starts(microbatch, gradients)
         carries_gradient = microbatch.variant.carries_gradient
@@ -243,7 +252,7 @@ class StageRunner:
         """Return the roots of a backward and their gradients ([4]); None means ones."""
         outputs = microbatch.outputs
         ties = {tied(name): self.versions.in_use[name] for name in self.exact_ties}
-        if self.recompute:
+        if self.recompute == "stage":
             with self._frozen_buffers(microbatch.buffers):
                 recomputed = self._run(microbatch)
             outputs = self._roots(microbatch, recomputed)
@@ -295,6 +304,16 @@ class StageRunner:
             if buffer is not None:
                 values.update(dict.fromkeys(places, buffer.clone()))
         return values
+
+    @contextlib.contextmanager
+    def _recomputing_units(self, microbatch: InFlightMicrobatch) -> Iterator[None]:
+        """Prepare the stage for a backward that runs units again: they draw and read what they did the first time."""
+        if self.recompute != "block":
+            yield
+            return
+        self.stage.seed(microbatch.draws)
+        with self._frozen_buffers(microbatch.buffers):
+            yield
 
     @contextlib.contextmanager
     def _frozen_buffers(self, values: Mapping[BufferPlace, torch.Tensor]) -> Iterator[None]:

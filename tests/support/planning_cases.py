@@ -14,6 +14,7 @@ from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, Workload
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions
 from autopipe.schedules import REGISTRY
+from support.planning_by_hand import block_by_hand, modes_by_hand, units_of
 
 CLUSTER_FILE = """\
 source = "datasheet"
@@ -79,6 +80,9 @@ def random_graph(rng: random.Random, num_nodes: int) -> Graph:
                 glued=index > 0 and rng.random() < 0.06,
             )
         )
+    other = random.Random(num_nodes + len(parameters) + len(buffers))  # so that the rest of the cases stays the same
+    if other.random() < 0.3:  # some of the nodes are in calls of checkpoint()
+        nodes = [dataclasses.replace(n, checkpoint=k // 3 + 1 if k % 4 < 3 else 0) for k, n in enumerate(nodes)]
     if rng.random() < 0.3:
         parameters["unused.weight"] = TensorSpec((rng.randrange(1, 99),), "float32", True)
     if rng.random() < 0.3:
@@ -145,6 +149,10 @@ def cluster_of(rng: random.Random, num_ranks: int, memory: int = 0, *, mixed: bo
     return Cluster(levels, devices, "test")
 
 
+# "never" and "always" of a case, divided into more settings without another draw
+RECOMPUTE_OF = {"auto": ("auto",) * 3, "never": ("never",) * 3, "always": ("always", "stage", "always")}
+
+
 def replicated_case(seed):
     """Return the profile, cluster and options of a random case with replicas."""
     rng = random.Random(seed)
@@ -161,7 +169,7 @@ def replicated_case(seed):
         num_microbatches=m,
         schedule=name,
         kind=dataclasses.replace(REGISTRY[name], replicas=True, equal_replicas=False, check=lambda request: None),
-        recompute=rng.choice(("auto", "auto", "never", "always")),
+        recompute=RECOMPUTE_OF[rng.choice(("auto", "auto", "never", "always"))][seed % 3],
         may_replicate=True,
         replica_choices=rng.choice(("any", "any", "powers")),
     )
@@ -169,7 +177,7 @@ def replicated_case(seed):
 
 
 def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
-    """Return (seconds, seconds with recompute, peak, peak with recompute) of a stage, counted naively."""
+    """Return (seconds, peak) of a stage for every recompute mode, counted naively."""
     graph, cuts, costs = profile.graph, Cuts(profile.graph), profile.at(size).costs
     sizes = graph.sizes(size)
     edges = [0, *positions, len(graph.nodes)]
@@ -214,7 +222,7 @@ def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
     kept = sum(traffic[v] for v in received) + (graph.inputs[0].spec.num_bytes(sizes) if leaf else 0)
     kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
     saved = saved_by_hand(graph, cuts, profile.at(size), edges[k], edges[k + 1])
-    state += most_workspace(nodes, costs)
+    workspace = most_workspace(nodes, costs)
     forward = sum(costs[node.name].forward_seconds for node in nodes)
     seconds = (forward + sum(costs[node.name].backward_seconds for node in nodes)) / cluster.device(k).speed
     charged = False
@@ -225,8 +233,14 @@ def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
             if not charged:
                 seconds += 2 * sum(byte[n] for n in tied) / m / link.bandwidth
                 charged = True
-    again = seconds + forward / cluster.device(k).speed
-    return seconds, again, state + in_flight * (kept + saved), state + in_flight * kept + saved
+    crossing, unit, again, last_unit = block_by_hand(profile, size, edges[k], edges[k + 1])
+    again -= last_unit if in_flight == 1 else 0.0
+    speed = cluster.device(k).speed
+    return {
+        "never": (seconds, state + workspace + in_flight * (kept + saved)),
+        "block": (seconds + again / speed, state + unit + in_flight * (kept + crossing)),
+        "stage": (seconds + forward / speed, state + workspace + in_flight * kept + saved),
+    }
 
 
 def saved_by_hand(graph, cuts, measurement, start, stop):
@@ -279,14 +293,10 @@ def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recomp
         worst = 0.0
         for k in range(num_ranks):
             in_flight = m if needs_all else min(m, num_ranks - k)
-            plain, again, peak, peak_again = stage_by_hand(profile, cluster, positions, k, m, size, in_flight, 1)
+            by_mode = stage_by_hand(profile, cluster, positions, k, m, size, in_flight, 1)
             limit = cluster.device(k).memory_bytes or math.inf
-            options = []
-            if recompute != "always" and peak <= limit:
-                options.append(plain)
-            elif recompute != "never" and peak_again <= limit:
-                options.append(again)
-            worst = max(worst, options[0] if options else math.inf)
+            modes = modes_by_hand(profile.graph, recompute, units_of(profile, size))
+            worst = max(worst, next((by_mode[mode][0] for mode in modes if by_mode[mode][1] <= limit), math.inf))
         best = min(best, worst)
     return best
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopipe.errors import AutopipeError, PlanError
-from autopipe.ir.plan import Plan
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan, Stage
+from autopipe.ir.profile import Measurement, NodeCost
+from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.units import may_run_twice
 from autopipe.schedules import REGISTRY
 from autopipe.verify.check import compare
 from autopipe.verify.comparison import Comparison
@@ -20,6 +25,7 @@ REPLICAS = ((1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 2), (3, 1
 MODELS = ("gpt", "resnet", "unet", "seq2seq_lstm", "hf_llama")
 MICROBATCHES = ("p", "p + 1", "2p", "8")
 BATCH, LAST, STEPS = 8, 5, 6
+RECOMPUTE = (("never",), ("stage",), ("block",), ("never", "stage"), ("block", "never", "stage"))
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Case:
     model: str
     replicas: tuple[int, ...]
     microbatches: str
-    recompute: tuple[bool, ...] = (False,)
+    recompute: tuple[str, ...] = ("never",)
     loops: int = 1
     vertical_sync: bool = False
 
@@ -50,7 +56,7 @@ class Case:
         """Return the cuts of a plan without replicas, on these ranks under this schedule."""
         straight = plan_for(subject, self.num_stages, "gpipe", self.m, BATCH)
         options = {"vertical_sync": 1} if self.vertical_sync else {}
-        return laid_out(straight, self.schedule, self.ranks, self.recompute, options)
+        return laid_out(straight, self.schedule, self.ranks, self.recompute, options, subject.capture.graph)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -106,16 +112,33 @@ def laid_out(
     plan: Plan,
     schedule: str,
     ranks: tuple[tuple[int, ...], ...],
-    recompute: tuple[bool, ...] = (False,),
+    recompute: tuple[str, ...] = ("never",),
     options: dict[str, int] | None = None,
+    graph: Graph | None = None,
 ) -> Plan:
-    """Return a plan with the same cuts on other ranks, under another schedule."""
+    """Return a plan with the same cuts on other ranks, under another schedule. ``graph``: needed for ``block``."""
     stages = tuple(
-        replace(stage, ranks=ranks[stage.index], recompute=recompute[stage.index % len(recompute)])
+        recomputing(replace(stage, ranks=ranks[stage.index]), recompute[stage.index % len(recompute)], graph)
         for stage in plan.stages
     )
     world = 1 + max(rank for group in ranks for rank in group)
     return replace(plan, stages=stages, num_ranks=world, schedule=schedule, schedule_options=options or {})
+
+
+def recomputing(stage: Stage, mode: str, graph: Graph | None = None) -> Stage:
+    """Return the stage with a recompute mode. By block, the units are of three atoms each, and one atom is kept."""
+    units: tuple[tuple[int, int], ...] = ()
+    if mode == "block":
+        assert graph is not None
+        atoms = Atoms(graph, Cuts(graph), Measurement(1, {node.name: NodeCost(0.0, 0.0, 0, 0) for node in graph.nodes}))
+        first, behind = atoms.edges.index(stage.start), atoms.edges.index(stage.stop)
+        spans = ((start, min(start + 3, behind)) for start in range(first, behind, 4))
+        units = tuple(
+            (atoms.edges[a], atoms.edges[b])
+            for a, b in spans
+            if may_run_twice(atoms.cuts, atoms.edges[a], atoms.edges[b])
+        )
+    return replace(stage, recompute=mode if units or mode != "block" else "never", units=units)
 
 
 def cases(schedule: str) -> Iterator[Case]:
@@ -124,7 +147,7 @@ def cases(schedule: str) -> Iterator[Case]:
     for model in MODELS:
         for replicas in REPLICAS:
             for microbatches in MICROBATCHES:
-                for recompute in ((False,), (True,), (False, True)):
+                for recompute in RECOMPUTE:
                     for loops in (1, 2) if kind.several_stages and len({*replicas}) == 1 else (1,):
                         for vertical in (False, True) if schedule == "pipedream" else (False,):
                             yield Case(schedule, model, replicas, microbatches, recompute, loops, vertical)

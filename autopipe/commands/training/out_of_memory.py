@@ -61,7 +61,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
 
 def _difference(before: Plan, after: Plan) -> str:
     """Return a description of the change that makes the second plan fit."""
-    again = [stage.index for stage in after.stages if stage.recompute]
-    if again and again != [stage.index for stage in before.stages if stage.recompute]:
+    again = [stage.index for stage in after.stages if stage.recompute != "never"]
+    if again and again != [stage.index for stage in before.stages if stage.recompute != "never"]:
         return f"{counted(len(again), 'stage')} of {len(after.stages)} recompute their forward to save memory"
     return "other cuts fit, with the same numbers of ranks and microbatches"

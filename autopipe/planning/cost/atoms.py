@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.profile import Measurement, NodeCost
+from autopipe.planning.cost.units import Units, recompute_units
 
 
 class Atoms:
@@ -53,6 +54,11 @@ class Atoms:
         """Return whether the value is computed from the batch alone, by every stage that reads it."""
         node = self.by_name.get(value)
         return node is not None and node.input_only
+
+    @functools.cached_property
+    def units(self) -> Units:
+        """What recompute by block runs again."""
+        return recompute_units(self)
 
     @functools.cached_property
     def work(self) -> list[tuple[int, Node]]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.block_sums import BlockSums, BlockTables
 from autopipe.planning.cost.memory import stage_peak
 from autopipe.planning.cost.ownership import unused_state
 from autopipe.planning.cost.pair_sum import Array, PairSum, PeakWorkspace
+from autopipe.planning.cost.stored import stored_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,19 @@ class StageTerms:
     kept: int  # K: per microbatch, kept for the backward even with recompute
     between: int  # H: gradients that the first half of a split backward leaves for the second
     workspace: int  # X: taken by the backward on top of what is saved
+    crossing: int = 0  # C: per microbatch, kept for the backward with recompute by block, besides ``kept``
+    unit: int = 0  # U: taken by the backward of a unit, with recompute by block
 
-    def peak(self, in_flight: int, versions: int, recompute: bool, waiting: int = 0) -> int:
-        """Return the peak with ``in_flight`` microbatches in flight and ``waiting`` halves of a backward."""
-        fixed = self.gradients + self.optimizer + self.workspace + waiting * self.between
-        saved_in_flight = 1 if recompute else in_flight
+    def peak(self, in_flight: int, versions: int, recompute: str, waiting: int = 0) -> int:
+        """Return the peak with ``in_flight`` microbatches in flight and ``waiting`` halves of a backward.
+
+        ``recompute``: one of ``RECOMPUTE_MODES``; for ``block``, the terms must include those of units.
+        """
+        state = self.gradients + self.optimizer + waiting * self.between
+        if recompute == "block":
+            return stage_peak(self.weights, versions, state + self.unit, self.kept, in_flight, self.crossing, in_flight)
+        saved_in_flight = 1 if recompute == "stage" else in_flight
+        fixed = state + self.workspace
         return stage_peak(self.weights, versions, fixed, self.kept, in_flight, self.saved, saved_in_flight)
 
 
@@ -53,11 +63,17 @@ class ByteTables:
     between: Array
     workspace: Array
 
-    def peaks(self, in_flight: int, versions: int, waiting: int = 0) -> tuple[Array, Array]:
-        """Return the peaks of all pairs without and with recompute; see ``StageTerms.peak``."""
-        fixed = self.fixed + waiting * self.between if waiting else self.fixed
-        plain = stage_peak(self.weights, versions, fixed, self.kept, in_flight, self.saved, in_flight)
-        return plain, plain - (in_flight - 1) * self.saved
+    def peak(
+        self, in_flight: int, versions: int, recompute: str, waiting: int = 0, block: BlockTables | None = None
+    ) -> Array:
+        """Return the peaks of all pairs; see ``StageTerms.peak``. ``block``: the terms of units, for that mode."""
+        if block is not None and recompute == "block":
+            fixed = self.gradients + self.optimizer + block.unit
+            saved, saved_in_flight = block.crossing, in_flight
+        else:
+            fixed, saved, saved_in_flight = self.fixed, self.saved, 1 if recompute == "stage" else in_flight
+        fixed = fixed + waiting * self.between if waiting else fixed
+        return stage_peak(self.weights, versions, fixed, self.kept, in_flight, saved, saved_in_flight)
 
     @functools.cached_property
     def fixed(self) -> Array:
@@ -77,8 +93,8 @@ class ByteSums:
         self._add_state()
         self._add_kept()
         self._add_nodes()
-        for memory in self._memories():
-            memory.correct(self.saved, n)
+        for value in stored_values(atoms):
+            value.correct(self.saved, n)
 
     def tables(self) -> ByteTables:
         """Return the terms of every pair of cuts."""
@@ -94,16 +110,31 @@ class ByteSums:
             self.workspace.table(),
         )
 
-    def along(self, starts: Sequence[int]) -> list[StageTerms]:
-        """Return the terms of the stages of a plan that start at these node positions, all of them legal cuts or 0."""
+    @functools.cached_property
+    def by_block(self) -> BlockSums:
+        """The terms of recompute by block."""
+        return BlockSums(self._atoms, self._atoms.units, stored_values(self._atoms))
+
+    def along(self, starts: Sequence[int], *, by_block: bool = False) -> list[StageTerms]:
+        """Return the terms of the stages of a plan that start at these node positions, all of them legal cuts or 0.
+
+        ``by_block``: with the terms of recompute by block.
+        """
         atom_at = {position: atom for atom, position in enumerate(self._atoms.edges)}
         edges = [*(atom_at[start] for start in starts), self._atoms.count]
         state = (self.weights, self.gradients, self.stepped)
         activations = (self.saved, self.kept, self.between, self.workspace)
         columns = [term.along(edges).tolist() for term in (*state, *activations)]
+        units = self.by_block.along(edges) if by_block else [(0, 0)] * len(starts)
         return [
-            StageTerms(w, g, stepped, math.ceil(self._optimizer_bytes_per_byte * stepped), *others)
-            for w, g, stepped, *others in zip(*columns, strict=True)
+            StageTerms(
+                *(w, g, stepped, math.ceil(self._optimizer_bytes_per_byte * stepped)),
+                *(saved, kept, between, workspace),
+                *of_units,
+            )
+            for (w, g, stepped, saved, kept, between, workspace), of_units in zip(
+                zip(*columns, strict=True), units, strict=True
+            )
         ]
 
     def _add_state(self) -> None:
@@ -148,56 +179,3 @@ class ByteSums:
             self.workspace.node(atom, cost.saved_bytes, cost.workspace_bytes)
             if atoms.has_trained(node):
                 self.between.atom(atom, cost.output_bytes)
-
-    def _memories(self) -> Iterator[_Memory]:
-        """Yield the memory of all values that a cut can separate from their readers, once under all its names."""
-        atoms, storage = self._atoms, self._atoms.cuts.storage
-        keepers: dict[str, int] = {}
-        for value, keeper in atoms.keepers.items():
-            base, at = storage(value), atoms.graph.position[keeper]
-            keepers[base] = min(at, keepers.get(base, at))
-        memories: dict[str, _Memory] = {}
-        names = [(entry.name, -1) for entry in atoms.graph.inputs] + [(node.name, -1) for node in atoms.copied]
-        for name, producer in [*names, *((node.name, atom) for atom, node in atoms.work if node.spec is not None)]:
-            later = atoms.later_readers(name, producer)
-            if not later:
-                continue
-            base = storage(name)
-            if base not in memories:
-                kept_at = atoms.of_position[keepers[base]] if base in keepers else None
-                memories[base] = _Memory(atoms.produced_at(base), atoms.num_bytes(base), kept_at)
-            memories[base].reads |= later
-            if producer >= 0 and atoms.carries_gradient(name):
-                memories[base].sent.append((producer, max(later)))
-        yield from memories.values()
-
-
-@dataclass
-class _Memory:
-    """One memory, under all its names, and how a cut changes who counts it.
-
-    A profile counts a tensor at the first node that keeps it for its backward. A stage that has the memory from
-    elsewhere counts it in ``kept`` instead. A stage that sends a value keeps it until the backward that starts from it,
-    even if none of its own nodes does.
-    """
-
-    producer: int  # the atom that produces it; -1: every stage has it
-    size: int  # bytes
-    keeper: int | None  # the atom of the first node that keeps it; None if no node does
-    reads: set[int] = field(default_factory=set)  # the later atoms that read it
-    # for each name through which a gradient comes back: the atom that produces it and the last one that reads it
-    sent: list[tuple[int, int]] = field(default_factory=list)
-
-    def correct(self, saved: PairSum, num_atoms: int) -> None:
-        """Correct the sum of what the nodes save."""
-        if self.sent and self.producer >= 0:
-            first, last = min(producer for producer, _ in self.sent), max(last for _, last in self.sent)
-            last = last if self.keeper is None else min(last, self.keeper)
-            saved.rectangle(0, self.producer, first + 1, last, self.size)
-        if self.keeper is None or self.keeper <= self.producer:
-            return
-        saved.rectangle(self.producer + 1, self.keeper, self.keeper + 1, num_atoms, -self.size)
-        # except for a stage that contains the keeper and reads the memory under no name
-        before = max((atom for atom in self.reads if atom <= self.keeper), default=self.producer)
-        behind = min((atom for atom in self.reads if atom > self.keeper), default=num_atoms)
-        saved.rectangle(before + 1, self.keeper, self.keeper + 1, behind, self.size)

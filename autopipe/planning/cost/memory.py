@@ -6,6 +6,8 @@ With v weight versions and at most k microbatches in flight::
     peak         = state + k (A + K) + X   A saved for backward; K batch tensors, received values, input-only results
     with recompute
     peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A exists at a time
+    with recompute by block
+    peak         = state + k (C + K) + U   C what crosses between units is kept; the largest unit's U (``block_sums``)
     if the backward is split, on stage s > 0
     peak         = the same + (s + 1) H    H gradients between the halves: as large as the results of trained nodes
     X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
@@ -40,7 +42,8 @@ def stage_peak(
     ``peaks.with_peaks`` replaces the bytes of the chosen plan by the count along its schedule (``schedules.memory``).
 
     ``fixed``: G + O + X, and the waiting halves of backwards. ``saved_in_flight``: how many microbatches keep their A:
-    1 with recompute. Bytes are whole numbers, so the order in which float64 adds them does not matter below 2**53.
+    1 if the whole stage is recomputed. By block, C takes the place of A, and U that of X. Bytes are whole numbers, so
+    the order in which float64 adds them does not matter below 2**53.
     """
     return versions * weights + fixed + in_flight * kept + saved_in_flight * saved
 

@@ -20,8 +20,11 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Op, Schedule
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.backward import backward_bytes
+from autopipe.planning.cost.block_sums import BlockSums
 from autopipe.planning.cost.byte_sums import ByteSums
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
+from autopipe.planning.cost.stored import stored_values
+from autopipe.planning.cost.units import Units
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.units import in_bytes, in_short_bytes
 
@@ -62,15 +65,22 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     atoms = Atoms(profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size))
     starts = [stage.start for stage in plan.stages]
     every = ByteSums(atoms, profile.optimizer_bytes_per_byte).along(starts)
+    # the units of the plan: its last stage may not recompute the last one
+    atom_at = {position: atom for atom, position in enumerate(atoms.edges)}
+    spans = [(atom_at[first], atom_at[behind]) for stage in plan.stages for first, behind in stage.units]
+    blocks = BlockSums(atoms, Units(tuple(spans)), stored_values(atoms))
+    by_block = blocks.along([*(atom_at[start] for start in starts), atoms.count])
+    workspaces = backward_bytes(atoms, starts, [stage.units for stage in plan.stages], blocks.inside)
     sizes = []
-    for stage, terms, backward in zip(plan.stages, every, backward_bytes(atoms, starts), strict=True):
+    for stage, terms, (crossing, _), backward in zip(plan.stages, every, by_block, workspaces, strict=True):
+        kept = {"never": terms.saved, "block": crossing + backward.replayed, "stage": backward.replayed}
         half = stage.index in halved
         workspace = backward.half if half else backward.whole
         sizes.append(
             StageBytes(
-                fixed=terms.optimizer + workspace + (terms.saved if stage.recompute else 0),
+                fixed=terms.optimizer + workspace + (terms.saved if stage.recompute == "stage" else 0),
                 version=terms.weights,
-                in_flight=terms.kept + (backward.replayed if stage.recompute else terms.saved),
+                in_flight=terms.kept + kept[stage.recompute],
                 between=terms.between if half else 0,
                 gradients=terms.gradients,
                 first=max(backward.first - workspace, 0),

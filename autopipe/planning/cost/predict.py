@@ -48,7 +48,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
         host, pace = cluster.host.compute_seconds, cluster.host.pace
         update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks)
-        backward = pace * (stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0))
+        backward = pace * (stage.backward_seconds + stage.recompute_seconds)
         stages.append(
             StageCosts(
                 pace * stage.forward_seconds + host,

@@ -120,7 +120,9 @@ def data_parallel_plan(problem: Problem) -> Plan:
     num_in_flight = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.kind, m, num_in_flight, ranks)
     if tau == math.inf:
-        least = min(float(peak[0, n]) for peak in problem.tables.memory.peaks(num_in_flight, versions))
+        block = problem.block_tables if "block" in replicated.modes else None
+        peaks = (problem.tables.memory.peak(num_in_flight, versions, mode, block=block) for mode in replicated.modes)
+        least = min(float(peak[0, n]) for peak in peaks)
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
         raise PlanError(
             f"the whole model needs {in_short_bytes(least)} on each rank, but {in_short_bytes(memory)} are available"

@@ -59,11 +59,11 @@ class Arrays:
         """Whether all devices and links are equal."""
         return bool(self.rules[solver.EQUAL] > 0)
 
-    def stage(self, row: Row) -> tuple[float, bool]:
-        """Return (tau, recompute) of a stage."""
+    def stage(self, row: Row) -> tuple[float, str]:
+        """Return (tau, recompute mode) of a stage."""
         i, j, r, d = row
-        tau, again = solver.stage(self.tables, self.place, self.rules, i, j, r, d)
-        return float(tau), bool(again)
+        tau, mode = solver.stage(self.tables, self.place, self.rules, i, j, r, d)
+        return float(tau), solver.MODES[mode]
 
 
 def objective(arrays: Arrays, rows: list[Row]) -> float:

@@ -2,7 +2,7 @@
 
 The cost of a microbatch at stage k on atoms i..j-1, on a device of speed s::
 
-    t_k(i, j) = (F + B) / s + c_in + c_out            F forward, B backward; 2F with recompute
+    t_k(i, j) = (F + B + R) / s + c_in + c_out        F forward, B backward, R recomputed: 0, F, or that of the units
     c_in      = received / b(k-1, k) + 2 l(k-1, k)    b bandwidth, l latency of the link; nothing at the ends
     c_out     = sent / b(k, k+1) + 2 l(k, k+1)
     c_tied    = 2 tied / (m b)                        gradient and new value of tied trained weights, per minibatch
@@ -30,6 +30,7 @@ from autopipe.ir.cluster import Cluster, ClusterDevice
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
 from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.block_sums import BlockTables
 from autopipe.planning.cost.byte_sums import ByteSums
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
 from autopipe.planning.cost.pair_sum import Array
@@ -88,6 +89,28 @@ class Problem:
         """The stage tables at this microbatch size."""
         return build_tables(self.atoms, self.byte_sums)
 
+    @functools.cached_property
+    def block_tables(self) -> BlockTables:
+        """The stage tables of recompute by block."""
+        return self.byte_sums.by_block.tables()
+
+    @functools.cached_property
+    def modes(self) -> tuple[str, ...]:
+        """The ways to recompute that a stage may use, the fastest first.
+
+        A stage recomputes by block only if the graph has units, and the backward is not split: its second half would
+        run every unit once more for each weight.
+        """
+        setting = self.options.recompute
+        if setting in ("never", "stage"):
+            return (setting,)
+        units = None if self.kind.splits_backward else self.atoms.units
+        if units is None or not units.spans:
+            return ("stage",) if setting == "always" else ("never", "stage")
+        if setting == "block":
+            return ("block",)
+        return ("block", "stage") if setting == "always" or units.of_user else ("never", "block", "stage")
+
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that run a stage: round robin if a rank runs several."""
         group, d, p = self.options.group_of(stage), self.options.replicas, self.options.num_groups
@@ -133,18 +156,26 @@ class Problem:
             )
         return total
 
-    def stage_seconds(self, stage: int, num_stages: int, at: Pairs = ...) -> tuple[Any, Any]:
-        """Return t_k of all pairs, or of one (i, j), without and with recompute, whether they fit or not."""
+    def stage_seconds(self, stage: int, num_stages: int, mode: str, at: Pairs = ...) -> Any:
+        """Return t_k of all pairs, or of one (i, j), with a recompute mode, whether they fit or not."""
         speed = self.cluster.speed_of(self.ranks_of(stage))
         transfer = self.transfer_seconds(stage, num_stages, at)
         forward, backward = self.tables.forward_seconds[at], self.tables.backward_seconds[at]
         plain = (forward + backward) / speed + transfer
-        return plain, plain + forward / speed
+        if mode == "never":
+            return plain
+        return plain + (forward if mode == "stage" else self._block_seconds(stage, num_stages, at)) / speed
 
-    def stage_peaks(self, stage: int, num_stages: int) -> tuple[Array, Array]:
-        """Return the peak bytes of every pair, without and with recompute."""
+    def _block_seconds(self, stage: int, num_stages: int, at: Pairs) -> Any:
+        again = self.block_tables.again_seconds[at]
+        keep_last = self.in_flight_and_versions(stage, num_stages)[0] == 1
+        return again - self.block_tables.last_seconds[at] if keep_last else again
+
+    def stage_peak(self, stage: int, num_stages: int, mode: str) -> Array:
+        """Return the peak bytes of every pair with a recompute mode."""
         num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
-        return self.tables.memory.peaks(num_in_flight, versions, self.waiting(stage))
+        block = self.block_tables if mode == "block" else None
+        return self.tables.memory.peak(num_in_flight, versions, mode, self.waiting(stage), block)
 
     def waiting(self, stage: int) -> int:
         """Return the most weight halves of backwards that wait on a stage: s on stage s, and the one that arises.
@@ -169,23 +200,23 @@ class Problem:
         return memory * num_in_flight[stage] // sum(num_in_flight.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
-        """Return t_k, infinite where the stage does not fit, with or without recompute as the options allow."""
-        plain, again = self.stage_seconds(stage, num_stages)
-        limit, recompute = self.limit(stage), self.options.recompute
+        """Return t_k with the first mode that fits, infinite where none does."""
+        limit = self.limit(stage)
+        table: Array = self.stage_seconds(stage, num_stages, self.modes[0])
         if math.isinf(limit):
-            table: Array = again if recompute == "always" else plain
             return table
-        peak, peak_again = self.stage_peaks(stage, num_stages)
-        if recompute == "always":
-            return np.where(peak_again <= limit, again, np.inf)
-        otherwise = np.inf if recompute == "never" else np.where(peak_again <= limit, again, np.inf)
-        return np.where(peak <= limit, plain, otherwise)
+        fits = self.stage_peak(stage, num_stages, self.modes[0]) <= limit
+        for mode in self.modes[1:]:
+            if fits.all():
+                return table
+            table = np.where(fits, table, self.stage_seconds(stage, num_stages, mode))
+            fits |= self.stage_peak(stage, num_stages, mode) <= limit
+        return np.where(fits, table, np.inf)
 
     def overflow_table(self, stage: int, num_stages: int) -> Array:
         """Return the bytes by which the least peak that the options allow exceeds the limit; negative if it fits."""
-        peak, peak_again = self.stage_peaks(stage, num_stages)
-        least = {"never": peak, "always": peak_again, "auto": np.minimum(peak, peak_again)}[self.options.recompute]
-        over: Array = least - self.limit(stage)
+        peaks = [self.stage_peak(stage, num_stages, mode) for mode in self.modes]
+        over: Array = functools.reduce(np.minimum, peaks) - self.limit(stage)
         return over
 
 

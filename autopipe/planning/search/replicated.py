@@ -38,8 +38,12 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     rules[solver.ALL] = {"depth": 0, "all": 1, "ranks": 2}[kind.in_flight]
     rules[solver.FLUSH] = kind.synchronous
     rules[solver.VERSIONS] = versions
-    rules[solver.MAY_KEEP] = options.recompute != "always"
-    rules[solver.MAY_RECOMPUTE] = options.recompute != "never"
+    modes = problem.modes
+    if not any(cluster.device(rank).memory_bytes for rank in range(options.num_ranks)):
+        modes = modes[:1]  # the others are slower, and every stage fits
+    rules[solver.MAY_KEEP] = "never" in modes
+    rules[solver.MAY_BLOCK] = "block" in modes
+    rules[solver.MAY_RECOMPUTE] = "stage" in modes
     rules[solver.EQUAL] = equal
     rules[solver.WIDTH] = width
     rules[solver.OUTER_SECONDS] = 1 / outer.ring_bandwidth
@@ -65,6 +69,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
             memory.saved,
             memory.kept,
             *_one_replica(tables, place),
+            *_by_block(problem, "block" in modes),
         ),
         place,
         rules,
@@ -80,6 +85,15 @@ def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
     time[1:] += tables.received[1:] * into + into_latency
     time[:, :-1] += tables.sent[:, :-1] * out + out_latency
     return time, 2 * tables.memory.gradients * ring
+
+
+def _by_block(problem: Problem, allowed: bool) -> tuple[Any, ...]:
+    """Return the tables of recompute by block, or placeholders of the same shape."""
+    memory = problem.tables.memory
+    if not allowed:
+        return (memory.weights,) * 4
+    block = problem.block_tables
+    return memory.gradients + memory.optimizer + block.unit, block.crossing, block.again_seconds, block.last_seconds
 
 
 def unit_of(num_ranks: int) -> int:

@@ -3,7 +3,9 @@
 A stage is atoms i..j-1 on r ranks with d ranks behind it: the r ranks from a = G - d - r on. Its time per microbatch,
 and its share of the period::
 
-    t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + F / s with recompute
+    t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + R / s
+
+R is what runs again: 0, the forward of the units with recompute by block, or F with recompute of the stage.
     tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
 
     n <= ceil(depth d / r) + 1, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
@@ -14,7 +16,8 @@ all-reduce over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_ou
 
 Memory (``cost.memory.stage_peak``), in whole bytes::
 
-    v W + g' + n (A + K) <= memory, or else, with recompute, v W + g' + n K + A <= memory
+    v W + g' + n (A + K) <= memory, or else, by block, v W + g'' + n (C + K) <= memory (``cost.block_sums``),
+    or else, with recompute of the stage, v W + g' + n K + A <= memory
 
 Two engines probe a bottleneck T; ``bottleneck`` chooses T:
 
@@ -33,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from autopipe.ir.plan import RECOMPUTE_MODES
 from autopipe.planning.cost.memory import stage_peak
 from autopipe.planning.search.compiled import compiled
 
@@ -40,12 +44,16 @@ Array = Any  # numba infers the types of arrays in compiled code
 
 # indices in the tuple of tables; TIME and RING: t and k m of one replica, for equal devices and links only
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
+# the same with recompute by block: g'', C, the seconds of the units, and of the last one if it need not run again
+BLOCK_STATE, CROSSING, AGAIN, LAST = range(12, 16)
 # indices in the placement tables; their entries are by (first rank, replicas) in units, or (0, 0) if ranks are equal
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
 # indices in the vector of rules; MOST: the most replicas; UNIT: numbers of replicas are multiples of it
 MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
-WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT = range(9, 14)
-NUM_RULES = 14
+WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT, MAY_BLOCK = range(9, 15)
+NUM_RULES = 15
+MODES = RECOMPUTE_MODES
+NEVER, BLOCK, STAGE = range(3)
 
 
 peak_bytes: Any = compiled(stage_peak)
@@ -71,7 +79,7 @@ def in_flight_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
 
 @compiled
 def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
-    """Return (tau, recompute) of a stage, or (inf, 0) if it does not fit. All engines use this definition."""
+    """Return (tau, index of the mode) of a stage, or (inf, 0) if it does not fit. All engines use this definition."""
     a, q = 0, 0
     if rules[EQUAL] == 0:
         unit = int(rules[UNIT])
@@ -82,15 +90,25 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
         return math.inf, 0
     weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
     memory = place[MEMORY, a, q]
-    again = 0
+    seconds, mode = tables[COMPUTE][i, j], NEVER
     if rules[MAY_KEEP] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, in_flight) <= memory:
-        again = 0
+        mode = NEVER
+    elif (
+        rules[MAY_BLOCK] > 0
+        and peak_bytes(weights, versions, tables[BLOCK_STATE][i, j], kept, in_flight, tables[CROSSING][i, j], in_flight)
+        <= memory
+    ):
+        mode = BLOCK
+        seconds += tables[AGAIN][i, j]
+        if in_flight == 1:
+            seconds -= tables[LAST][i, j]
     elif rules[MAY_RECOMPUTE] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, 1.0) <= memory:
-        again = 1
+        mode = STAGE
+        seconds += tables[FORWARD][i, j]
     else:
         return math.inf, 0
     speed = place[SPEED, a, q]
-    t = (tables[COMPUTE][i, j] + again * tables[FORWARD][i, j]) / speed
+    t = seconds / speed
     tied = 0.0
     if i > 0:
         t += tables[RECEIVED][i, j] * place[IN_SECONDS, a, q] + place[IN_LATENCY, a, q]
@@ -107,7 +125,7 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     if width > 1:
         share += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
         share += 2 * (width - 1) * rules[OUTER_LATENCY]
-    return t / (r * width) + share / m, again
+    return t / (r * width) + share / m, mode
 
 
 @compiled
@@ -148,18 +166,22 @@ def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float
 def least_count(
     rules: Array, d: int, most: int, T: float, memory: float,
     t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
+    block_more: float, block_state: float, crossing: float,
 ) -> float:  # fmt: skip
-    """Return a lower bound of r, or infinity if it exceeds ``most``. ``more``: the seconds of a recompute.
+    """Return a lower bound of r, or infinity if it exceeds ``most``.
 
-    A stage that fits keeps its activations or recomputes them. For both, time and memory give a least r in closed form.
-    The bound is the smaller one of both. If weight versions grow with r, only time gives a bound.
+    ``more`` and ``block_more``: the seconds of a recompute of the stage and by block. A stage that fits uses one of
+    three modes. For each, time and memory give a least r in closed form, and the bound is the least of them. If weight
+    versions grow with r, only time gives a bound.
     """
-    keep, again = math.inf, math.inf
+    keep, block, again = math.inf, math.inf, math.inf
     if rules[MAY_KEEP] > 0:
         keep = replicas_for_time(t, k, T)
+    if rules[MAY_BLOCK] > 0:
+        block = replicas_for_time(t + block_more, k, T)
     if rules[MAY_RECOMPUTE] > 0:
         again = replicas_for_time(t + more, k, T)
-    if min(keep, again) > most:
+    if min(keep, block, again) > most:
         return math.inf
     if rules[VERSIONS] > 0:
         if rules[FLUSH] == 0 and rules[DEPTH] * d > (rules[VERSIONS] - 1) * rules[MICROBATCHES]:
@@ -167,9 +189,11 @@ def least_count(
         free = memory - rules[VERSIONS] * weights - state
         if keep <= most:
             keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
+        if block <= most:
+            block = max(block, replicas_for_memory(rules, d, free + state - block_state, kept + crossing))
         if again <= most:
             again = max(again, replicas_for_memory(rules, d, free - saved, kept))
-    r = min(keep, again)
+    r = min(keep, block, again)
     return r if r <= most else math.inf
 
 
@@ -181,17 +205,19 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
     least = least_count(
         rules, d, most, T, place[MEMORY, 0, 0],
         t, k, more, tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
+        (tables[AGAIN][i, j] - tables[LAST][i, j]) / place[SPEED, 0, 0], tables[BLOCK_STATE][i, j],
+        tables[CROSSING][i, j],
     )  # fmt: skip
     if least > most:
         return most + 1
     r = int(least)
     slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
     while r <= most:
-        tau, recomputed = stage(tables, place, rules, i, j, r, d)
+        tau, mode = stage(tables, place, rules, i, j, r, d)
         if tau <= T and tau < math.inf:
             return r
         # too slow although it fits, and more replicas are slower still: one more gains (t - k)/r^2 and costs slope
-        if tau < math.inf and recomputed == 0 and t - k <= slope * r * r:
+        if tau < math.inf and mode == NEVER and t - k <= slope * r * r:
             return most + 1
         r += 1
     return most + 1
@@ -213,6 +239,8 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
     for i in range(n - 1, -1, -1):
         seconds, time, ring, forward = tables[COMPUTE][i], tables[TIME][i], tables[RING][i], tables[FORWARD][i]
         weights, state, kept, saved = tables[WEIGHTS][i], tables[STATE][i], tables[KEPT][i], tables[SAVED][i]
+        block_state, crossing = tables[BLOCK_STATE][i], tables[CROSSING][i]
+        units, last_unit = tables[AGAIN][i], tables[LAST][i]
         lowest, first, known = G, 0, i
         best = G + 1
         for again in range(2):
@@ -234,6 +262,7 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
                     least = least_count(
                         rules, d, most, T, memory,
                         time[j], k, forward[j] / speed, weights[j], state[j], kept[j], saved[j],
+                        (units[j] - last_unit[j]) / speed, block_state[j], crossing[j],
                     )  # fmt: skip
                     if least <= most:
                         r = least_replicas(tables, place, rules, i, j, d, most, T)

@@ -131,6 +131,7 @@ class _Describer:
             random_position=first if count else 0,
             glued=is_part(node),
             opaque=bool(meta.get("opaque")),
+            checkpoint=meta.get("checkpoint", 0),
             context=context_text(meta),
             module_path=stack[-1][0] if stack else "",
             module_type=stack[-1][1] if stack else "",

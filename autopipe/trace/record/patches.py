@@ -2,8 +2,8 @@
 
 Calls of modules and of custom autograd functions are redirected. ``torch.compiler.is_compiling()`` returns True, so
 that model libraries avoid data-dependent shortcuts (transformers would drop an all-ones mask). User-level
-``checkpoint()`` runs its function once. Reads of ``module.training`` in user code are recorded. Torch's log of a failed
-fake call is suppressed, since the error contains it.
+``checkpoint()`` runs its function once, and its calls are marked as one recompute unit. Reads of ``module.training`` in
+user code are recorded. Torch's log of a failed fake call is suppressed, since the error contains it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         if not recorder.listening:
             return original(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            note_checkpoint()
-            return args[0](*args[2:])
+            with recorder.checkpoint():
+                return args[0](*args[2:])
         if cls is torch.nn.modules._functions.BackwardHookFunction:
             out = original(*args, **kwargs)
             for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
@@ -86,15 +86,15 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
                     )
         return module
 
-    def note_checkpoint() -> None:
-        if not any("checkpoint()" in note for note in recorder.notes):
-            recorder.notes.append(
-                f"checkpoint() in the model is flattened; recompute is decided per stage instead ({here()})"
-            )
-
-    def checkpoint_once(*args: Any, **kwargs: Any) -> Iterator[None]:
-        note_checkpoint()
-        yield
+    def checkpoint_once(
+        fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        if context_fn not in (None, torch.utils.checkpoint.noop_context_fn):
+            selective = f"a selective checkpoint() is recomputed as a whole ({here()})"
+            if selective not in recorder.notes:
+                recorder.notes.append(selective)
+        with recorder.checkpoint() if recorder.listening else contextlib.nullcontext():
+            yield
 
     def autocast_enter(self: Any) -> Any:
         if recorder.listening:

@@ -11,13 +11,14 @@ Information about a call that the graph does not contain is stored in ``node.met
     source    (file, line)                 frame     number of the user frame that made the call
     at        the instruction in it        caller    source, frame and instruction of the call of that function
     random    (position, count) of draws   mutates   nodes whose memory it changes; written: buffers it changes
-    length    of a result that is a tuple
+    length    of a result that is a tuple    checkpoint  the number of the user's checkpoint() around it
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class Recorder(TorchFunctionMode):
         # the user's line and modules of the running call, if an exported program runs in place of the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.layout_read = ""  # which memory layout the forward reads, see ``ir.batch``
+        # the user's calls of checkpoint(): how many there were, and those that run now, outermost first
+        self.num_checkpoints = 0
+        self.checkpoints: list[int] = []
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._fakes = Fakes(symbols.shape_env)
         self._pause = Pause()
@@ -179,6 +183,16 @@ class Recorder(TorchFunctionMode):
             lambda a, k: apply(*a, **k), args, kwargs, lambda a, k: Call("call_function", apply, a, k), name=name
         )
 
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Mark the calls inside as one recompute unit: the user's call of ``torch.utils.checkpoint``."""
+        self.num_checkpoints += 1
+        self.checkpoints.append(self.num_checkpoints)
+        try:
+            yield
+        finally:
+            self.checkpoints.pop()
+
     def _describe(self, node: fx.Node) -> None:
         if self.watch:
             self.modules.refuse_drawn()
@@ -195,6 +209,8 @@ class Recorder(TorchFunctionMode):
                 node.meta.update(places_of(frame))
         node.meta["stack"] = stack
         node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if self.checkpoints:
+            node.meta["checkpoint"] = self.checkpoints[0]
         node.meta["autocast"] = effective_autocast(self.autocast)
         if self.comparison is not None:
             self.comparison(node)

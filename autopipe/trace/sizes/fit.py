@@ -107,6 +107,6 @@ class Fit:
     def _insert(self, kind: str, target: Any, args: tuple[Any, ...], user: fx.Node) -> fx.Node:
         with self.narrow.graph.inserting_before(user):
             node: fx.Node = getattr(self.narrow.graph, kind)(target, args)
-        kept = ("source", "frame", "stack", "grad", "autocast")
+        kept = ("source", "frame", "stack", "grad", "autocast", "checkpoint")
         node.meta = {key: user.meta[key] for key in kept if key in user.meta}
         return node

@@ -24,7 +24,7 @@ from autopipe.runtime.transport.strides import copied, memory_order, packed
 
 STEPS = 6
 QUICK = (
-    Case("1f1b", "gpt", (1, 1, 1), "p + 1", recompute=(True,)),
+    Case("1f1b", "gpt", (1, 1, 1), "p + 1", recompute=("stage",)),
     Case("2bw", "resnet", (1, 1), "p + 1"),
     Case("pipedream", "unet", (1, 1, 1), "2"),
     Case("zero-bubble", "resnet", (1, 1), "2p"),
@@ -36,11 +36,11 @@ QUICK = (
 LONGER = (
     Case("gpipe", "seq2seq_lstm", (1, 1, 1, 1), "p"),
     Case("eager-1f1b", "hf_llama", (1, 1, 1), "2p"),
-    Case("zero-bubble", "gpt", (1, 1, 1), "p + 1", recompute=(False, True)),
+    Case("zero-bubble", "gpt", (1, 1, 1), "p + 1", recompute=("never", "stage")),
     Case("pipedream", "gpt", (1, 1, 1), "1", vertical_sync=True),
     Case("pipedream", "resnet", (3, 1), "2p"),
     Case("2bw", "unet", (1, 2), "8"),
-    Case("zero-bubble", "unet", (2, 2), "2p", recompute=(True, False)),
+    Case("zero-bubble", "unet", (2, 2), "2p", recompute=("stage", "never")),
 )
 
 

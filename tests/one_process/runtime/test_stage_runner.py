@@ -57,7 +57,7 @@ class End(Stage):
         return (Plain.end(self, x, h),)  # type: ignore[arg-type]
 
 
-def runners(recompute: bool) -> list[StageRunner]:
+def runners(recompute: str) -> list[StageRunner]:
     stage_runners = []
     for kind, names, owned in ((First, ("table", "a"), True), (Middle, ("b",), None), (End, ("table", "c"), False)):
         model, stage = Plain(), kind()
@@ -92,9 +92,9 @@ def pipeline(stages: list[StageRunner], ids: torch.Tensor, j: int, factor: float
     back(first, {**from_middle, tied("table"): from_end[tied("table")]})
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "stage"])
 @pytest.mark.parametrize("halves", [False, True])
-def test_gradients_equal_plain_autograd_bit_for_bit(recompute: bool, halves: bool) -> None:
+def test_gradients_equal_plain_autograd_bit_for_bit(recompute: str, halves: bool) -> None:
     batches = [torch.randint(0, 7, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 4, 3)]
     total = sum(len(b) for b in batches)
     plain = Plain()
@@ -113,7 +113,7 @@ def test_star_shaped_gradients_would_not_be_equal() -> None:
     ids = torch.randint(0, 7, (64,), generator=torch.Generator().manual_seed(1))
     plain = Plain()
     plain(ids).backward()
-    first, middle, end = runners(False)
+    first, middle, end = runners("never")
     sent = first.forward((0, 0), [ids], {}, 1.0)
     sent2 = middle.forward((0, 0), [], {name: t.clone() for name, t in sent.items()}, 1.0)
     end.forward((0, 0), [], {"x": sent["x"].clone(), "h2": sent2["h2"].clone()}, 1.0)
@@ -136,7 +136,7 @@ def test_a_missing_gradient_is_sent_as_zeros() -> None:
     stage = Deaf()
     stage.w = nn.Parameter(torch.ones(1))
     runner = StageRunner(
-        stage, WeightVersions(stage, 0), seed=0, carries_gradient=frozenset({"x"}), exact_ties={}, recompute=False
+        stage, WeightVersions(stage, 0), seed=0, carries_gradient=frozenset({"x"}), exact_ties={}, recompute="never"
     )
     runner.forward((0, 0), [], {"x": torch.ones(2)}, 1.0)
     (gradient,) = runner.backward((0, 0), {}).values()
@@ -153,7 +153,7 @@ def test_a_recomputed_forward_does_not_update_statistics_again() -> None:
     stage, x = Norm(), torch.randn(8, 3)
     stage.norm = nn.BatchNorm1d(3)
     runner = StageRunner(
-        stage, WeightVersions(stage, 0), seed=0, carries_gradient=frozenset(), exact_ties={}, recompute=True
+        stage, WeightVersions(stage, 0), seed=0, carries_gradient=frozenset(), exact_ties={}, recompute="stage"
     )
     runner.forward((0, 0), [x], {}, 1.0)
     after = {name: buffer.clone() for name, buffer in stage.named_buffers()}

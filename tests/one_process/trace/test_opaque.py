@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recomputing(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, recompute=True) for s in plan.stages))
+    return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, recompute="stage") for s in plan.stages))
 
 
 def train(subject: Captured, plan: Plan, folder: Path, path: Path, steps: int = 5) -> None:

@@ -262,10 +262,14 @@ MUTATIONS = {
         bucket_started_before_its_last_gradient, Case("1f1b", "gpt", (1, 2), "2p")
     ),
     "clip norm per stage": Mutation(clip_norm_per_stage, RESNET, clip=0.5),
-    "recompute with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=(True,))),
+    "recompute with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=("stage",))),
     "randomness of the rank": Mutation(randomness_of_the_rank, GPT),
-    "recompute on the newest version": Mutation(recompute_on_the_newest_version, replace(STASHED, recompute=(True,))),
-    "BatchNorm updated twice": Mutation(batch_norm_updated_twice, replace(RESNET, recompute=(True,))),
+    "a unit with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=("block",))),
+    "recompute on the newest version": Mutation(
+        recompute_on_the_newest_version, replace(STASHED, recompute=("stage",))
+    ),
+    "BatchNorm updated twice by a unit": Mutation(batch_norm_updated_twice, replace(RESNET, recompute=("block",))),
+    "BatchNorm updated twice": Mutation(batch_norm_updated_twice, replace(RESNET, recompute=("stage",))),
 }
 
 

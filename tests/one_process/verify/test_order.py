@@ -121,7 +121,9 @@ def planned(subject: Captured, draw: Draw) -> Plan:
     case = draw.case
     size = 2 * BATCH * (2 if draw.batch_norm else 1)
     plan = laid_out(
-        plan_for(subject, case.num_stages, "gpipe", case.m, size), case.schedule, case.ranks, case.recompute
+        plan_for(subject, case.num_stages, "gpipe", case.m, size),
+        *(case.schedule, case.ranks, case.recompute),
+        graph=subject.capture.graph,
     )
     return replace(plan, ties=tuple(replace(tie, exact=draw.exact) for tie in plan.ties))
 

@@ -75,10 +75,10 @@ def test_a_synchronous_schedule_keeps_one_version(schedule: str, alive: dict[int
     assert peak_versions(sessions) == alive == {0: 1, 1: 1, 2: 1}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "stage", "block"])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)])
 def test_2bw_keeps_two_versions_at_every_stage(
-    replicas: tuple[int, ...], recompute: bool, alive: dict[int, int], tmp_path: Path
+    replicas: tuple[int, ...], recompute: str, alive: dict[int, int], tmp_path: Path
 ) -> None:
     _, sessions = trained(Case("2bw", "unet", replicas, "2p", (recompute,)), tmp_path)
     assert peak_versions(sessions) == alive == dict.fromkeys(range(len(replicas)), 2)

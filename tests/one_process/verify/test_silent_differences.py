@@ -187,7 +187,7 @@ class Draw:
     schedule: str
     replicas: tuple[int, ...]
     microbatches: int
-    recompute: bool
+    recompute: str
     clip: float
     last: int
     resume: int
@@ -203,7 +203,7 @@ class Draw:
             choose.choice(SCHEDULES if max(replicas) == 1 else WITH_REPLICAS),
             replicas,
             choose.choice([1, 2, 3, 4]),
-            choose.random() < 0.3,
+            choose.choice(["never", "never", "block", "stage"]),
             choose.choice([0.0, 0.0, 0.2]),
             choose.choice([0, 5, 7]),
             choose.choice([0, 0, 1, 2, 3]),
@@ -229,7 +229,7 @@ class Draw:
         straight = plan_for(captured, len(replicas), "gpipe", self.microbatches, BATCH)
         ends = [sum(replicas[: stage + 1]) for stage in range(len(replicas))]
         ranks = tuple(tuple(range(end - count, end)) for end, count in zip(ends, replicas, strict=True))
-        return laid_out(straight, self.schedule, ranks, (self.recompute,))
+        return laid_out(straight, self.schedule, ranks, (self.recompute,), graph=captured.capture.graph)
 
     def staleness(self) -> list[int]:
         """Return the staleness by stage, from docs/semantics.md: ceil(warm-up / m) for pipedream, 1 for 2bw."""

@@ -73,8 +73,14 @@ def test_a_size_may_be_negative_for_other_batches() -> None:
     ("fields", "message"),
     [
         ({"kind": "call_nothing"}, "node a: unknown kind 'call_nothing'"),
-        ({"num_random": -1}, "node a: num_random and random_position must be at least 0, and are -1 and 0"),
-        ({"random_position": -2}, "node a: num_random and random_position must be at least 0, and are 0 and -2"),
+        (
+            {"num_random": -1},
+            "random_position and checkpoint must be at least 0, and are -1, 0 and 0",
+        ),
+        (
+            {"random_position": -2},
+            "random_position and checkpoint must be at least 0, and are 0, -2 and 0",
+        ),
     ],
 )
 def test_an_invalid_node_is_refused(fields: dict[str, object], message: str) -> None:

@@ -147,7 +147,7 @@ def test_the_label_of_a_stage_has_its_modules_or_its_nodes() -> None:
 
 def test_recompute_adds_a_forward() -> None:
     assert STAGE.seconds == 3.0
-    assert dataclasses.replace(STAGE, recompute=True).seconds == 4.0
+    assert dataclasses.replace(STAGE, recompute="stage", recompute_seconds=STAGE.forward_seconds).seconds == 4.0
 
 
 def test_the_memory_of_a_rank_is_the_sum_of_its_stages() -> None:

@@ -92,7 +92,8 @@ def test_the_runner_up_is_the_best_plan_with_other_cuts():
         profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
         if len(Cuts(graph).legal) < 3:
             continue
-        options = PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4)
+        # the units of recompute by block begin and end at cuts, so they would differ with fewer of them
+        options = PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4, recompute="never")
         plan = make_plan(profile, cluster, options)
         (problem,) = make_problems(profile, cluster, options)
         others = runners_up(problem, plan, solve_problem)

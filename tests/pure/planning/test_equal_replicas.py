@@ -64,7 +64,7 @@ def test_no_cuts_are_better_than_the_planners(seed):
     for positions in itertools.combinations(Cuts(graph).legal, p - 1):
         # what happens once a minibatch weighs as in a pipeline of m / d microbatches
         seconds = [
-            stage_by_hand(profile, cluster, positions, k, share, 4, min(p, share), 1)[0]
+            stage_by_hand(profile, cluster, positions, k, share, 4, min(p, share), 1)["never"][0]
             + reduced(profile, cluster, positions, k, d) / share
             for k in range(p)
         ]

@@ -140,11 +140,16 @@ def test_too_little_memory_is_refused_with_the_stage_and_its_bytes():
         ),
         (
             5.5,
-            PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4),
+            PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, recompute="stage"),
             "use --microbatch-size 1",
             {"num_microbatches": 8},
         ),
-        (3.7, PlanOptions(num_ranks=2, batch_size=8, num_microbatches=8), "use 4 ranks", {"num_ranks": 4}),
+        (
+            3.7,
+            PlanOptions(num_ranks=2, batch_size=8, num_microbatches=8, recompute="stage"),
+            "use 4 ranks",
+            {"num_ranks": 4},
+        ),
     ],
 )
 def test_the_remedy_for_too_little_memory_works(memory, options, remedy, cure):
@@ -154,7 +159,7 @@ def test_the_remedy_for_too_little_memory_works(memory, options, remedy, cure):
 
 
 def test_no_other_number_of_microbatches_is_suggested_for_a_schedule_given_as_text():
-    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, stage_ranks=(0, 1))
+    options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, stage_ranks=(0, 1), recompute="stage")
     error = refusal(chain(), machine(8, 5.5), options)
     assert error.remedy.startswith("no smaller change fits: use devices with ")
 

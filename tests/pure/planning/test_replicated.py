@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+from support.planning_by_hand import block_by_hand, modes_by_hand, units_of
 from support.planning_cases import most_workspace, replicated_case, saved_by_hand
 
 from autopipe.errors import PlanError
@@ -89,6 +90,7 @@ class ByHand:
             "gradients": sum(size[n] for n in trained),
             "optimizer": self.profile.optimizer_bytes_per_byte * sum(size[n] for n in stepped),
             "workspace": most_workspace(nodes, costs),
+            "block": block_by_hand(self.profile, 4, start, stop),
             "tied": sum(size[n] for n in tied),
         }
 
@@ -108,13 +110,19 @@ class ByHand:
         versions = {"2bw": 2, "pipedream": 1 + math.ceil((owned - 1) * r * w / m)}.get(schedule, 1)
         speed = min(cluster.device(k).speed for k in range(a, a + r))
         memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
-        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + x["workspace"] + owned * x["kept"]
-        if options.recompute != "always" and fixed + owned * x["saved"] <= memory:
-            t = (x["forward"] + x["backward"]) / speed
-        elif options.recompute != "never" and fixed + x["saved"] <= memory:
-            t = (2 * x["forward"] + x["backward"]) / speed
-        else:
+        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + owned * x["kept"]
+        crossing, unit, again, last_unit = x["block"]
+        by_mode = {
+            "never": (0.0, x["workspace"] + owned * x["saved"]),
+            "block": (again - (last_unit if owned == 1 else 0.0), unit + owned * crossing),
+            "stage": (x["forward"], x["workspace"] + x["saved"]),
+        }
+        split = self.options.schedule == "zero-bubble"
+        modes = modes_by_hand(self.graph, options.recompute, units_of(self.profile, 4), split=split)
+        more = next((by_mode[mode][0] for mode in modes if fixed + by_mode[mode][1] <= memory), math.inf)
+        if more == math.inf:
             return math.inf
+        t = (x["forward"] + x["backward"] + more) / speed
         tied = 0.0
         if a > 0:
             bandwidth, latency = narrowest(cluster, a - 1, a + r - 1)
@@ -193,8 +201,8 @@ def test_no_replicated_plan_is_better_than_the_planners(block):
 
 
 def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():
-    seen = dict.fromkeys(("replicated", "pipeline", "recompute", "skip", "refused", "data parallel"), 0)
-    for seed in range(300):
+    seen = dict.fromkeys(("replicated", "pipeline", "recompute", "block", "skip", "refused", "data parallel"), 0)
+    for seed in range(600):
         profile, cluster, options = replicated_case(seed)
         try:
             plan = make_plan(profile, cluster, options)
@@ -203,7 +211,8 @@ def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():
             continue
         seen["replicated"] += any(s.replicas > 1 for s in plan.stages) and len(plan.stages) > 1
         seen["pipeline"] += len(plan.stages) > 1
-        seen["recompute"] += any(s.recompute for s in plan.stages) and options.recompute == "auto"
+        seen["recompute"] += any(s.recompute == "stage" for s in plan.stages) and options.recompute == "auto"
+        seen["block"] += any(s.recompute == "block" for s in plan.stages) and options.recompute == "auto"
         seen["skip"] += any(b.consumers != (b.producer + 1,) for b in plan.boundaries)
         seen["data parallel"] += len(plan.stages) == 1 and plan.num_ranks > 1
     assert min(seen.values()) >= 5, seen

@@ -80,7 +80,7 @@ def searched_bytes(problem, plan):
     peaks = []
     for stage, (i, j) in zip(plan.stages, itertools.pairwise(edges), strict=True):
         if not problem.options.may_replicate:
-            peaks.append(problem.stage_peaks(stage.index, len(plan.stages))[int(stage.recompute)][i, j])
+            peaks.append(problem.stage_peak(stage.index, len(plan.stages), mode_of(problem, stage))[i, j])
             continue
         arrays = next(a for a in candidate_arrays(problem) if fits(a, plan))
         width = int(arrays.rules[solver.WIDTH])
@@ -89,9 +89,16 @@ def searched_bytes(problem, plan):
         in_flight, versions = solver.in_flight_and_versions(arrays.rules, replicas, behind)
         entries = (arrays.tables[k][i, j] for k in (solver.WEIGHTS, solver.STATE, solver.KEPT, solver.SAVED))
         weights, fixed, kept, saved = entries
-        saved_in_flight = 1 if stage.recompute else in_flight
+        saved_in_flight = 1 if stage.recompute == "stage" else in_flight
+        if mode_of(problem, stage) == "block":
+            fixed, saved = (arrays.tables[k][i, j] for k in (solver.BLOCK_STATE, solver.CROSSING))
         peaks.append(solver.peak_bytes(weights, versions, fixed, kept, in_flight, saved, saved_in_flight))
     return peaks
+
+
+def mode_of(problem, stage):
+    """Return the mode that the search chose: a stage without a unit that runs again has "never" in the plan."""
+    return "block" if stage.recompute == "never" and "never" not in problem.modes else stage.recompute
 
 
 def candidate_arrays(problem):

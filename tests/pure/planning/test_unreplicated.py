@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.planning_cases import brute_force_straight, cluster_of, profile_of, random_graph
+from support.planning_cases import RECOMPUTE_OF, brute_force_straight, cluster_of, profile_of, random_graph
 
 from autopipe.errors import PlanError
 from autopipe.ir.artifact import canonical
@@ -23,7 +23,7 @@ def random_case(seed):
     profile = profile_of(graph, rng)
     ranks = rng.randrange(1, min(4, len(Cuts(graph).legal) + 1) + 1)
     m = rng.choice((1, 2, 3, 5, 8))
-    recompute = rng.choice(("auto", "never", "always"))
+    recompute = RECOMPUTE_OF[rng.choice(("auto", "never", "always"))][seed % 3]
     memory = rng.choice((0, 0, rng.randrange(2000, 40000)))
     cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.4)
     options = PlanOptions(
@@ -70,8 +70,8 @@ def test_no_plan_is_better_than_the_planners(block):
 
 
 def test_the_random_cases_are_not_trivial():
-    stages, skips, recomputed, ties, notes = set(), 0, 0, 0, 0
-    for seed in range(200):
+    stages, skips, recomputed, by_block, ties, notes = set(), 0, 0, 0, 0, 0
+    for seed in range(600):
         profile, cluster, options = random_case(seed)
         try:
             plan = make_plan(profile, cluster, options)
@@ -79,11 +79,12 @@ def test_the_random_cases_are_not_trivial():
             continue
         stages.add(len(plan.stages))
         skips += any(b.consumers[0] > b.producer + 1 or len(b.consumers) > 1 for b in plan.boundaries)
-        recomputed += any(stage.recompute for stage in plan.stages) and options.recompute == "auto"
+        recomputed += any(stage.recompute == "stage" for stage in plan.stages) and options.recompute == "auto"
+        by_block += any(stage.recompute == "block" for stage in plan.stages) and options.recompute == "auto"
         ties += bool(plan.ties)
         notes += bool(plan.notes)
     assert stages == {1, 2, 3, 4}
-    assert min(skips, recomputed, ties, notes) >= 5
+    assert min(skips, recomputed, by_block, ties, notes) >= 5
 
 
 def test_of_equal_plans_the_one_with_the_earliest_cuts_is_chosen():

@@ -63,6 +63,6 @@ def test_other_errors_keep_their_remedy() -> None:
 
 def test_the_report_names_the_difference_to_a_plan_that_fits() -> None:
     plan = Case("1f1b", "gpt", (1, 1), "2p").plan(captured("gpt"))
-    again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    again = replace(plan, stages=tuple(replace(stage, recompute="stage") for stage in plan.stages))
     assert "2 stages of 2 recompute their forward" in out_of_memory._difference(plan, again)
     assert "other cuts fit" in out_of_memory._difference(plan, plan)

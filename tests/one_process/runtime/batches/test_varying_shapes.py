@@ -10,6 +10,7 @@ import torch
 from support.oracle import load, samples
 from support.oracle import train as plain
 from support.pipelines import Pipeline, build, captured_file, plan_for
+from support.schedule_cases import recomputing
 
 from autopipe.errors import RunError
 from autopipe.runtime.events import Silent
@@ -75,10 +76,11 @@ def test_stale_schedules_continue_across_a_change_of_shape(schedule: str, tmp_pa
     assert all(torch.equal(ours[name], value) for name, value in model.named_parameters())
 
 
-def test_recompute_follows_the_shape_of_the_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["stage", "block"])
+def test_recompute_follows_the_shape_of_the_forward(mode: str, tmp_path: Path) -> None:
     subject = captured_file(MODELS / "conv.py")
     plan = plan_for(subject, 2, "1f1b", 3, 6)
-    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    plan = replace(plan, stages=tuple(recomputing(stage, mode, subject.capture.graph) for stage in plan.stages))
     assert len(trained_like_a_plain_loop("conv", build(subject, plan, tmp_path))) == 2
 
 

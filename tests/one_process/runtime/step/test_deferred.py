@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pipelines import BATCH, build, captured, minibatches, plan_for
-from support.schedule_cases import compared, laid_out
+from support.schedule_cases import compared, laid_out, recomputing
 from torch import nn
 
 from autopipe.runtime.step.deferred import DeferredStatistics
@@ -36,11 +36,11 @@ def test_statistics_equal_one_forward_over_the_minibatch(kind: type[nn.Module], 
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_training_in_stages_defers_as_plain_training_does(num_stages: int, recompute: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["never", "stage", "block"])
+def test_training_in_stages_defers_as_plain_training_does(num_stages: int, recompute: str, tmp_path: Path) -> None:
     subject = captured("resnet")
     plan = plan_for(subject, num_stages, "1f1b", 4, BATCH["resnet"])
-    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+    plan = replace(plan, stages=tuple(recomputing(stage, recompute, subject.capture.graph) for stage in plan.stages))
     pipeline = build(subject, plan, tmp_path, steps=3, deferred_batch_norm=True)
     items = minibatches(subject.workload, 3, BATCH["resnet"], last=5)
     assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False).bitwise

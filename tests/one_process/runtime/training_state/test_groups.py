@@ -177,7 +177,7 @@ def test_weights_with_clipping_equal_the_plain_loop(name: str, num_stages: int, 
 def test_recompute_does_not_change_the_weights(name: str, tmp_path: Path) -> None:
     subject = written(name, tmp_path)
     plan = plan_for(subject, 3, "1f1b", 4, 8)
-    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    plan = replace(plan, stages=tuple(replace(stage, recompute="stage") for stage in plan.stages))
     pipeline = build(subject, plan, tmp_path / "run")
     sessions = pipeline.train(minibatches(subject.workload, 6, 8, last=5))
     assert_the_oracles(pipeline, sessions, tmp_path)

@@ -61,9 +61,12 @@ def test_a_tensor_passed_twice_is_two_inputs():
     assert [node.inputs for node in graph.nodes][:2] == [("x",), ("a", "y")]
 
 
-def test_a_note_says_that_checkpoint_calls_are_flattened():
+def test_the_calls_in_checkpoint_are_one_recompute_unit():
     for name in ("checkpoint", "reentrant checkpoint"):
-        assert any("checkpoint() in the model is flattened" in note for note in capture(workload(name)).notes)
+        graph = capture(workload(name)).graph
+        inside = [node.name for node in graph.nodes if node.checkpoint]
+        assert {node.checkpoint for node in graph.nodes} == {0, 1}
+        assert inside == [node.name for node in graph.nodes][graph.position[inside[0]] :][: len(inside)]
 
 
 def test_the_layers_of_torchs_transformer_are_recorded_one_by_one():
