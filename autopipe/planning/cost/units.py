@@ -16,6 +16,7 @@ unit.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -110,10 +111,10 @@ class _Chooser:
             inner = {p: s for p, s in spans.items() if p.startswith(f"{largest}.")}
             inner = {p: s for p, s in inner.items() if not any(p.startswith(f"{other}.") for other in inner)}
             chosen = {p: s for p, s in chosen.items() if p != largest} | inner
-            candidate = self._with_gaps(chosen.values()) if len(inner) > 1 else []
-            if not candidate or self._peak(candidate) >= self._peak(best):
+            if len(inner) < 2:
                 break
-            best = candidate
+            candidate = self._with_gaps(chosen.values())
+            best = min(best, candidate, key=self._peak)
         return best if len(best) > 1 and self._peak(best) < self.saved[-1] else []
 
     def runs(self) -> list[Span]:
@@ -128,7 +129,8 @@ class _Chooser:
                 high = bisect.bisect_right(self.saved, begin + total / count * 1.25)
                 ends = [end for end in range(max(low, edges[-1] + 1), high) if end < n]
                 ends = ends or [min(max(low, edges[-1] + 1), n)]
-                edges.append(min(ends, key=lambda end: (self.crossing[end] if end < n else 0, -end)))
+                goal = begin + total / count
+                edges.append(min(ends, key=functools.partial(self._choice, goal)))
                 if edges[-1] >= n:
                     edges.pop()
                     break
@@ -138,6 +140,10 @@ class _Chooser:
             if best and self._peak(spans) > 2 * self._peak(best):
                 break
         return best
+
+    def _choice(self, goal: float, end: int) -> tuple[int, float]:
+        """Return the order in which ends of a unit are preferred: few bytes cross, then near ``goal`` bytes saved."""
+        return self.crossing[end] if end < self.atoms.count else 0, abs(self.saved[end] - goal)
 
     def allowed(self, spans: Iterable[Span]) -> list[Span]:
         """Return the spans in order, without overlap, that may run twice."""

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipelines import build, captured, minibatches, plan_for
+from support.pipelines import Captured, build, captured, captured_file, minibatches, plan_for
+from support.samples import SAMPLES
 from torch import nn
 
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.plan import Plan
+from autopipe.measure import measure
 from autopipe.measure.live import HostMeter
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning.cost.peaks import with_peaks
 from autopipe.runtime.events import Silent
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
@@ -38,6 +44,10 @@ def measured(
     plan = plan_for(subject, stages, schedule, m, batch)
     if changes:
         plan = replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
+    return measured_with(subject, plan, folder)
+
+
+def measured_with(subject: Captured, plan: Plan, folder: Path) -> dict[int, Any]:
     pipeline = build(subject, plan, folder, measure_memory=True, steps=3)
     ears = [Ear() for _ in range(plan.num_ranks)]
 
@@ -45,7 +55,7 @@ def measured(
         session.train()
         session.report_timeline()
 
-    items = minibatches(subject.workload, 3, batch)
+    items = minibatches(subject.workload, 3, plan.batch_size)
     run_in_threads(pipeline.run, pipeline.job, pipeline.context, body, items=lambda epoch: iter(items), reporters=ears)
     return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
@@ -106,6 +116,22 @@ def test_recompute_and_fewer_microbatches_in_flight_need_less_memory(tmp_path: P
         assert plain[stage]["bytes"] - held_bytes > 1.5 * (again[stage]["bytes"] - held_bytes)
     assert fewer[1]["bytes"] < plain[1]["bytes"]
     assert fewer[1]["held_bytes"] == plain[1]["held_bytes"]
+
+
+def test_by_block_a_stage_needs_what_is_planned_and_a_fraction_of_its_activations(tmp_path: Path) -> None:
+    subject = captured_file(SAMPLES / "gpt.py", (("blocks", "3"), ("width", "32")))
+    profile = measure(subject.capture, subject.workload, device="cpu", microbatch_sizes=(2,))
+    machine = Cluster((Level("host", 1, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
+    activations = {}
+    for mode in ("never", "block"):
+        options = PlanOptions(num_ranks=1, batch_size=8, num_microbatches=4, schedule="gpipe", recompute=mode)
+        plan = with_peaks(make_plan(profile, machine, options), profile)
+        assert plan.stages[0].recompute == mode
+        peak = measured_with(subject, plan, tmp_path / mode)[0]
+        assert plan.stages[0].peak_bytes == pytest.approx(peak["bytes"], rel=0.15)
+        activations[mode] = peak["bytes"] - peak["held_bytes"]
+    # four microbatches of three blocks and the head, or what is between these and the largest of them
+    assert activations["never"] > 3 * activations["block"]
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.planning_cases import chain
 
-from autopipe.errors import ArtifactError
+from autopipe.errors import ArtifactError, VersionError
+from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.graph import Graph
@@ -143,6 +146,32 @@ def test_the_label_of_a_stage_has_its_modules_or_its_nodes() -> None:
     assert (STAGE.name, STAGE.label) == ("a .. b", "stage 0")
     named = dataclasses.replace(STAGE, modules="blocks.0")
     assert (named.name, named.label) == ("blocks.0", "stage 0 (blocks.0)")
+
+
+def test_a_plan_of_the_format_before_recompute_by_block_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    artifact.save(planned(), path)
+    document = json.loads(path.read_text())
+    assert document["schema_version"] == 2
+    path.write_text(json.dumps(document | {"schema_version": 1}))
+    with pytest.raises(VersionError, match=r"a Plan of format 1, and this version reads format 2") as caught:
+        artifact.load(Plan, path, renew="autopipe plan")
+    assert caught.value.remedy == "autopipe plan"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recompute": "always"}, "recompute must be one of never, block, stage, and is 'always'"),
+        ({"recompute": "block"}, "recompute 'block' does not agree with its units"),
+        ({"units": ((0, 1),)}, "recompute 'never' does not agree with its units"),
+        ({"recompute": "block", "units": ((1, 0),)}, "recompute 'block' does not agree with its units"),
+        ({"recompute": "block", "units": ((0, 99),)}, "recompute 'block' does not agree with its units"),
+    ],
+)
+def test_units_are_in_their_stage(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(STAGE, **fields)
 
 
 def test_recompute_adds_a_forward() -> None:
