@@ -100,7 +100,7 @@ def drawn(seed: int) -> Draw:
         "net",
         replicas,
         "8" if max(replicas) > 1 else rng.choice(["p", "p + 1", "2p"]),
-        rng.choice([(False,), (True,), (False, True)]),
+        rng.choice([("never",), ("block",), ("never", "stage")]),
         rng.choice([1, 2]) if REGISTRY[schedule].several_stages and len({*replicas}) == 1 else 1,
     )
     batch_norm = rng.random() < 0.3
