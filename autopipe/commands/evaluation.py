@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shutil
 
-from autopipe.commands.models import Model
+from autopipe.commands.models import Model, device_kind
 from autopipe.commands.settings import ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.plan import Plan
+from autopipe.measure.on_device import described_on
 from autopipe.runtime.batches.new_recording import write_recording
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.trace import capture
@@ -33,6 +34,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
             lengths=len(model.capture.graph.symbols) > 1,
             training=False,
         )
+        captured = described_on(device_kind(settings, work), captured, model.workload)
         write_recording(captured, plan, model.capture.graph, folder)
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,6 +20,7 @@ from autopipe.errors import RunError
 from autopipe.generate import generate
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
+from autopipe.measure.on_device import described_on
 from autopipe.report.results import EvaluateResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -141,6 +142,7 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     captured = capture(
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
+    captured = described_on(job.device.partition(":")[0], captured, workload)
     # an evaluation takes no optimizer steps: the after_step hook need not be named again
     now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
     if now.digest != before.digest:
@@ -152,7 +154,9 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
         )
     captured = dataclasses.replace(captured, graph=dataclasses.replace(now, after_step=graph.after_step))
     plan = dataclasses.replace(plan, workload=in_full(workload.spec))
-    settings = ProfileSettings(ModelSettings(), allow_data_dependent=job.allow_data_dependent, verify=False)
+    settings = ProfileSettings(
+        ModelSettings(), device=job.device, allow_data_dependent=job.allow_data_dependent, verify=False
+    )
     work = Work.begin(scratch, None)
     generate(captured, plan, work.store.stages)
     record(Model(workload, captured, built), plan, settings, work)

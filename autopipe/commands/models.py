@@ -18,6 +18,8 @@ from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
+from autopipe.measure.device import find_device
+from autopipe.measure.on_device import described_on
 from autopipe.trace import Capture, capture
 from autopipe.trace.explain import depends_on_data
 from autopipe.workload import LoadOptions, Workload
@@ -71,14 +73,17 @@ def load_model(
         else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
     )
 
+    kind = device_kind(settings, work)
+
     def captured_now() -> Capture:
-        return capture(
+        captured = capture(
             workload,
             model=built,
             allow_data_dependent=settings.allow_data_dependent,
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
         )
+        return described_on(kind, captured, workload)
 
     try:
         captured = captured_now()
@@ -107,6 +112,17 @@ def load_model(
         )
         captured = dataclasses.replace(captured, graph=known)
     return Model(workload, captured, built)
+
+
+def device_kind(settings: ProfileSettings, work: Work) -> str:
+    """Return the kind of the device that the model is measured for, as ``measure`` chooses it."""
+    if settings.estimate:
+        return "cpu"
+    wanted = settings.device
+    stored = work.load(Profile, work.store.profile) if wanted is None else None
+    if stored is not None:
+        return stored.device.kind
+    return find_device(wanted or "auto").type
 
 
 def _refuse_misfit(workload: Workload) -> None:

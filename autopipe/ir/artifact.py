@@ -28,13 +28,16 @@ SCHEMA_VERSION = 1
 LARGEST = 2**63
 """The exclusive limit of counts, sizes and seeds. A step never writes a larger value, which would overflow later."""
 
+OMIT_DEFAULT = types.MappingProxyType({"omit_default": True})
+"""Metadata of a dataclass field that files and digests contain only if its value differs from the default."""
+
 T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
     """Return a dataclass, with all its values, as plain JSON values. Raises: ValueError for a non-finite float."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: encode(getattr(value, name)) for name in _written(value)}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
     if isinstance(value, dict):
@@ -42,6 +45,14 @@ def encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"an artifact cannot contain {value}")
     return value
+
+
+def _written(value: Any) -> list[str]:
+    return [
+        field.name
+        for field in dataclasses.fields(value)
+        if not (field.metadata.get("omit_default") and getattr(value, field.name) == field.default)
+    ]
 
 
 def canonical(value: Any) -> str:

@@ -6,7 +6,9 @@ import ast
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from autopipe.ir.artifact import OMIT_DEFAULT
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -113,15 +115,18 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor, and whether it needs a gradient.
+    """Shape, dtype and memory order of a tensor, and whether it needs a gradient.
 
-    Raises: ValueError for an unknown dtype, or an invalid dimension.
+    Raises: ValueError for an unknown dtype, an invalid dimension, or an order that is not one of the dimensions.
     """
 
     # a string is an expression of integer arithmetic over symbols; ``s0`` is the first symbol (the batch size)
     shape: tuple[int | str, ...]
     dtype: str  # torch's name without ``torch.``
     requires_grad: bool = False
+    # the dimensions from the outermost in memory to the innermost, then 1 for each that has gaps after its elements,
+    # else 0; () for a contiguous tensor
+    order: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -130,6 +135,9 @@ class TensorSpec:
             symbols_of(dimension)
             if isinstance(dimension, int) and dimension < 0:
                 raise ValueError(f"a dimension must be at least 0, and is {dimension}")
+        count = len(self.shape)
+        if self.order and (sorted(self.order[:count]) != [*range(count)] or len(self.order) != 2 * count):
+            raise ValueError(f"{list(self.order)} is not a memory order of {count} dimensions")
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with the values in ``sizes``. Raises: ValueError as ``evaluate``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.transport.base import Pending, Transport
 from autopipe.schedules import Turn
+from autopipe.strides import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,13 @@ class Executor:
         kind = ACTIVATION if instruction.op == Op.RECEIVE_FORWARD else GRADIENT
         edge = (instruction.peer, instruction.stage)
         channel = Channel(kind, *edge, self._peer_rank(instruction, instruction.peer), self.transport.rank)
-        microbatch = self._microbatch(instruction)
-        pending = []
-        for value in self._edges(kind, instruction).get(edge, ()):
-            spec, sizes = microbatch.recording.specs[value], microbatch.sizes
-            pending.append(self.transport.receive(channel, spec.concrete(sizes), getattr(torch, spec.dtype)))
-        self._posted[instruction] = pending
+        layouts = self._layouts(self._microbatch(instruction), self._edges(kind, instruction).get(edge, ()))
+        self._posted[instruction] = self.transport.receive_message(channel, layouts)
+
+    def _layouts(self, microbatch: Microbatch, values: Iterable[str]) -> list[Layout]:
+        """Return the layouts of the values of a message. A gradient is sent in the memory order of its value."""
+        specs = [microbatch.recording.specs[value] for value in values]
+        return [Layout(spec.concrete(microbatch.sizes), getattr(torch, spec.dtype), spec.order) for spec in specs]
 
     def _receive(self, instruction: Instruction) -> None:
         kind = ACTIVATION if instruction.op == Op.RECEIVE_FORWARD else GRADIENT
@@ -171,17 +173,17 @@ class Executor:
         microbatch = self._microbatch(instruction)
         # empty if this microbatch sends nothing over the edge
         tensors = self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch), {})
-        for value, tensor in tensors.items():
-            spec = microbatch.recording.specs[value]
-            expected = spec.concrete(microbatch.sizes)
-            if tuple(tensor.shape) != expected or tensor.dtype != getattr(torch, spec.dtype):
+        layouts = self._layouts(microbatch, tensors)
+        for (value, tensor), layout in zip(tensors.items(), layouts, strict=True):
+            if tuple(tensor.shape) != layout.shape or tensor.dtype != layout.dtype:
                 raise RunError(
-                    f"{value} must be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
+                    f"{value} must be {str(layout.dtype).removeprefix('torch.')}{list(layout.shape)} here, and is "
+                    f"{tensor.dtype}{list(tensor.shape)}",
                     where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
                     remedy="the shape depends on more than the shapes of the batch: let it follow from them alone, or "
                     "train in one stage (--gpus 1)",
                 )
-            self.transport.send(channel, tensor)
+        self.transport.send_message(channel, list(tensors.values()), layouts)
 
     def _take(self, kind: str, instruction: Instruction) -> dict[str, torch.Tensor]:
         """Return the tensors from other stages, in the order in which autograd would have added them."""

@@ -24,6 +24,7 @@ from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
+from autopipe.measure.on_device import described_on
 from autopipe.planning.cut_mapping import homes, map_cuts_to
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.trace import capture
@@ -122,10 +123,12 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
     if progress is not None:
         progress(f"capturing {text}", 0.0)
     try:
+        batch = OneBatch(prepared.workload, part)
         captured = capture(
-            OneBatch(prepared.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+            batch,  # type: ignore[arg-type]  # a workload in all but its examples
             allow_data_dependent=prepared.allow_data_dependent,
         )
+        captured = described_on(prepared.profile.device.kind, captured, batch)  # type: ignore[arg-type]
     except AutopipeError as error:
         raise RunError(
             f"{text} cannot be captured: {error.what}",

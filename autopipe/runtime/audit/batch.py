@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from autopipe.errors import ArtifactError
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.snapshot import Snapshot
-from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+from autopipe.strides import memory_order, packed, unpacked
 
 _PLAIN = (bool, int, float, str, type(None))
 _JSON, _TENSORS = "batch.json", "batch.safetensors"

@@ -16,6 +16,7 @@ from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
+from autopipe.measure.on_device import described_on
 from autopipe.planning import map_cuts_to
 from autopipe.runtime.context import RunContext
 from autopipe.trace import Capture, capture, with_own_constants
@@ -40,15 +41,19 @@ def write_new_recording(
     context: RunContext,
     folder: Path,
     *,
+    device_kind: str,
     allow_data_dependent: bool,
     training: bool,
 ) -> str:
     """Capture the batch of a workload, which has this form, and write its recording. Return the capture's method.
 
+    ``device_kind``: of the device that the ranks compute on.
+
     Raises: AutopipeError if the batch cannot be captured, or not cut like the plan.
     """
     with exclusive(), torch.enable_grad():
         captured = capture(workload, allow_data_dependent=allow_data_dependent, training=training)
+        captured = described_on(device_kind, captured, workload)
         # the strides of a batch of few samples may differ from those of more samples
         followed = captured.graph.batch
         form = replace(form, reads=followed.reads, unread=followed.unread)

@@ -31,7 +31,7 @@ from autopipe.runtime.batches.source import Place, Source, Taken
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.transport.base import Transport
-from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+from autopipe.strides import memory_order, packed, unpacked
 
 # the fields of a microbatch that are not numbers or text, and are sent separately
 _NOT_IN_HEADER = ("leaves", "recording")

@@ -153,6 +153,7 @@ class Recordings:
                     form,
                     self.context,
                     self.run.stages / name,
+                    device_kind=torch.device(self.job.device).type,
                     allow_data_dependent=self.job.allow_data_dependent,
                     training=training or self.evaluation is self.training,
                 )

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.errors import AutopipeError, InternalError, RunError
 from autopipe.ir.channel import Channel
-from autopipe.runtime.transport.strides import copied
+from autopipe.strides import Layout, arranged, copied
 
 
 class TransportClosed(AutopipeError):  # noqa: N818 - a state of the transport, not a failure of this rank
@@ -43,6 +43,15 @@ class Transport(Protocol):
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post a receive."""
+
+    def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """Send the values of a message, in the memory orders of ``layouts``.
+
+        Between CPU ranks, every tensor arrives in its own order, so that results are equal to the last bit.
+        """
+
+    def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
+        """Post the receives of the values of a message."""
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks of ``group``, in place. All of them call it, in the same order.
@@ -73,10 +82,13 @@ class _Arrival:
 
 
 class ThreadHub:
-    """Connects ranks that are threads of one process, by one queue per channel."""
+    """Connects ranks that are threads of one process, by one queue per channel.
 
-    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
-        self.world_size = world_size
+    ``planned_orders``: messages arrive in the memory orders of the plan also if they are on the CPU, as between GPUs.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 300.0, *, planned_orders: bool = False) -> None:
+        self.world_size, self.planned_orders = world_size, planned_orders
         self.timeout_seconds = timeout_seconds
         self.aborted = threading.Event()
         self._barrier = threading.Barrier(world_size)
@@ -161,7 +173,24 @@ class ThreadTransport:
         """Put a copy of the tensor into the queue. As between processes, the receiver shares no memory."""
         with _disable_current_modes():  # a memory meter of this rank must not count the receiver's copy
             arriving = copied(tensor.detach())
+        self._put(channel, arriving)
+
+    def _put(self, channel: Channel, arriving: torch.Tensor) -> None:
         self.hub.queue(channel).put(arriving)
+
+    def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """Send the values one by one."""
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            if tensor.is_cuda or self.hub.planned_orders:
+                with _disable_current_modes():
+                    arriving = arranged(tensor.detach(), layout.order)
+                self._put(channel, arriving)
+            else:
+                self.send(channel, tensor)
+
+    def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
+        """Return one receive for each value."""
+        return [self.receive(channel, layout.shape, layout.dtype) for layout in layouts]
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Return a receive that takes the next tensor from the queue."""

@@ -4,7 +4,8 @@ Gloo separates channels by tag on one mesh. NCCL has no tags, and two operations
 communicator deadlock: ``communicators`` says which channels share one. Every channel of gloo and every communicator is
 used once at the start, because the first operation connects it, and lazy connections have hung.
 
-Between CPU ranks, the order of a tensor in memory (``strides``) is sent ahead of it.
+Between CPU ranks, the order of a tensor in memory (``strides``) is sent ahead of it. Between GPUs, activations and
+gradients are sent in the order of the plan.
 
 The all-reduce of gloo adds each part of a tensor in a different order, that of its ring from where the part starts.
 Sums of three or more CPU ranks are therefore computed here (``rank_order``), and send the same number of bytes.
@@ -27,7 +28,7 @@ from autopipe.runtime.transport.base import Pending, TransportClosed
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.nccl import NcclTransfers
 from autopipe.runtime.transport.rank_order import OrderedSums
-from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+from autopipe.strides import Layout, memory_order, packed, unpacked
 
 CONNECT_SECONDS = 300.0
 """How long the first message of a communicator may take, by default."""
@@ -59,32 +60,35 @@ def start_process_group(store: Any, rank: int, world_size: int, *, timeout_secon
 
 
 class _Received:
-    """A posted receive.
+    """A posted receive of a tensor whose elements arrive in ``buffer``, in the memory order of ``layout``.
 
-    ``device``: where the tensor belongs, if it was staged through the host. ``layout``: the receive of the order in
-    memory, and its buffer.
+    ``device``: where the tensor belongs, if it was staged through the host. ``ahead``: the receive of the actual order,
+    and its buffer.
     """
 
     def __init__(
         self,
-        work: Any,
+        works: Sequence[Any],
         buffer: torch.Tensor,
         device: torch.device,
-        layout: tuple[Any, torch.Tensor] | None = None,
+        layout: Layout | None = None,
+        ahead: tuple[Any, torch.Tensor] | None = None,
     ) -> None:
-        self._work, self._buffer, self._device, self._layout = work, buffer, device, layout
+        self._works, self._buffer, self._device, self._layout, self._ahead = works, buffer, device, layout, ahead
 
     def wait(self) -> torch.Tensor:
         try:
-            if self._layout is not None:
-                self._layout[0].wait()
-            if self._work is not None:
-                self._work.wait()
+            if self._ahead is not None:
+                self._ahead[0].wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             raise translate(error) from error
-        if self._layout is not None:
-            return unpacked(self._buffer, self._buffer.shape, self._layout[1].tolist())
-        return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
+        elements = self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
+        if self._layout is None:
+            return elements
+        order = self._layout.order if self._ahead is None else self._ahead[1].tolist()
+        return unpacked(elements, self._layout.shape, order)
 
 
 def translate(error: RuntimeError) -> BaseException:
@@ -139,6 +143,14 @@ class _Departures:
             entry = None  # free the tensor while the queue is empty
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a CUDA tensor in page-locked memory."""
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return staged
+
+
 class ProcessTransport:
     """One rank's end, over the process group of ``start_process_group``.
 
@@ -186,24 +198,28 @@ class ProcessTransport:
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Start the transfer. The tensor is kept until it is sent."""
-        tensor = tensor.detach()
-        if tensor.numel() == 0:
+        self.send_message(channel, [tensor], [Layout(tuple(tensor.shape), tensor.dtype)])
+
+    def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """Start the transfer of the values of a message: together over NCCL, one by one over gloo."""
+        filled = [(t.detach(), layout) for t, layout in zip(tensors, layouts, strict=True) if t.numel()]
+        if not filled:
             return
         self._departures.check()
-        if self._nccl is not None and tensor.is_cuda and self._nccl.carries(channel):
+        if self._nccl is not None and filled[0][0].is_cuda and self._nccl.carries(channel):
             with _translated():
-                self._nccl.send(channel, tensor.contiguous())
+                self._nccl.send(channel, [packed(tensor, layout.order) for tensor, layout in filled])
             return
-        if tensor.is_cuda:
-            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            staged.copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
-            tensor = staged
-        elif self._laid_out(channel, tensor.dim()):
-            layout = memory_order(tensor)
-            tensor = packed(tensor, layout)
-            self._send_by_gloo(channel, torch.tensor(layout))
-        self._send_by_gloo(channel, tensor.contiguous())
+        for tensor, layout in filled:
+            if tensor.is_cuda:
+                elements = _on_host(packed(tensor, layout.order))
+            elif self._laid_out(channel, tensor.dim()):
+                order = memory_order(tensor)
+                elements = packed(tensor, order)
+                self._send_by_gloo(channel, torch.tensor(order))
+            else:
+                elements = tensor.contiguous()
+            self._send_by_gloo(channel, elements)
 
     def _laid_out(self, channel: Channel, dimensions: int) -> bool:
         """Return whether the order in memory is sent ahead: on the CPU, where results are equal to the last bit."""
@@ -215,26 +231,31 @@ class ProcessTransport:
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive. Activations and gradients arrive on the device of the rank."""
+        return self.receive_message(channel, [Layout(tuple(shape), dtype)])[0]
+
+    def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
+        """Post the receives of the values of a message, in the order in which they are sent."""
         device = torch.device("cpu") if channel.kind in FIGURES else self.device
         nccl = self._nccl if device.type == "cuda" and self._by_nccl(channel) else None
-        buffer = torch.empty(
-            tuple(shape),
-            dtype=dtype,
-            device=device if nccl is not None else "cpu",
-            pin_memory=device.type == "cuda" and nccl is None,
-        )
+        if nccl is None:
+            return [self._receive_by_gloo(channel, layout, device) for layout in layouts]
+        buffers = [torch.empty(layout.shape, dtype=layout.dtype, device=device) for layout in layouts]
+        filled = [buffer for buffer in buffers if buffer.numel()]
+        with _translated():
+            works = nccl.receive(channel, filled) if filled else []
+        return [_Received(works, buffer, device, layout) for buffer, layout in zip(buffers, layouts, strict=True)]
+
+    def _receive_by_gloo(self, channel: Channel, layout: Layout, device: torch.device) -> Pending:
+        buffer = torch.empty(layout.shape, dtype=layout.dtype, device="cpu", pin_memory=device.type == "cuda")
         if buffer.numel() == 0:
-            return _Received(None, buffer, device)
-        layout = None
+            return _Received((), buffer, device, layout)
+        ahead = None
         with _translated():
             if self._laid_out(channel, buffer.dim()):
-                ahead = torch.empty(2 * buffer.dim(), dtype=torch.int64)
-                layout = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
-            if nccl is not None:
-                work = nccl.receive(channel, buffer)
-            else:
-                work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
-        return _Received(work, buffer, device, layout)
+                order = torch.empty(2 * buffer.dim(), dtype=torch.int64)
+                ahead = dist.irecv(order, channel.from_rank, tag=self._tags[channel]), order
+            work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
+        return _Received((work,), buffer, device, layout, ahead)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Sum over the group."""
@@ -249,7 +270,7 @@ class ProcessTransport:
                 work = self._nccl.start_sum(group, tensor)
             else:
                 work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
-        return _Received(work, tensor, tensor.device)
+        return _Received((work,), tensor, tensor.device)
 
     def _in_rank_order(self, group: tuple[int, ...]) -> OrderedSums:
         if group not in self._ordered:

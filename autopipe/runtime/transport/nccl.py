@@ -45,7 +45,7 @@ class NcclTransfers:
         self._rank, self._device = rank, device
         self._sums = {tuple(group): self._create(group) for group in sorted(map(tuple, groups))}
         self._pairs = {pair: self._create((pair.from_rank, pair.to_rank)) for pair in communicators.pairs}
-        self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # sends that may not be complete
+        self._flying: deque[tuple[list[Any], Sequence[torch.Tensor]]] = deque()  # sends that may not be complete
         for pair in communicators.pairs:
             self._connect(pair, timeout_seconds)
 
@@ -79,16 +79,19 @@ class NcclTransfers:
         """Return whether a channel has a communicator."""
         return Pair.of(channel) in self._pairs
 
-    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Start the transfer of a contiguous tensor. The tensor is kept until it is sent."""
-        while self._flying and self._flying[0][0].is_completed():
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
+        """Start the transfer of contiguous tensors, as one message. They are kept until they are sent."""
+        while self._flying and all(work.is_completed() for work in self._flying[0][0]):
             self._flying.popleft()
-        work = dist.isend(tensor, channel.to_rank, group=self._pairs[Pair.of(channel)])
-        self._flying.append((work, tensor))
+        works = _together(dist.isend, tensors, channel.to_rank, self._pairs[Pair.of(channel)])
+        self._flying.append((works, tensors))
 
-    def receive(self, channel: Channel, buffer: torch.Tensor) -> Any:
-        """Post a receive into a buffer on the device. Receives of one pair are posted in the order of the sends."""
-        return dist.irecv(buffer, channel.from_rank, group=self._pairs[Pair.of(channel)])
+    def receive(self, channel: Channel, buffers: Sequence[torch.Tensor]) -> list[Any]:
+        """Post the receive of a message into buffers on the device, and return the works to wait for.
+
+        Receives of one pair are posted in the order of the sends.
+        """
+        return _together(dist.irecv, buffers, channel.from_rank, self._pairs[Pair.of(channel)])
 
     def start_sum(self, group: Sequence[int], tensor: torch.Tensor) -> Any:
         """Start a sum over a group, in place."""
@@ -96,7 +99,16 @@ class NcclTransfers:
 
     def drain(self) -> None:
         """Wait until all sends are complete."""
-        for work, _ in self._flying:
-            work.wait()
+        for works, _ in self._flying:
+            for work in works:
+                work.wait()
         self._flying.clear()
         torch.cuda.current_stream(self._device).synchronize()
+
+
+def _together(operation: Any, tensors: Sequence[torch.Tensor], peer: int, group: Any) -> list[Any]:
+    """Send or receive tensors as one NCCL group, which is one kernel."""
+    if len(tensors) == 1:
+        return [operation(tensors[0], peer, group=group)]
+    works: list[Any] = dist.batch_isend_irecv([dist.P2POp(operation, t, peer, group) for t in tensors])
+    return works

@@ -20,7 +20,7 @@ from autopipe.commands.training import runs
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
 from autopipe.runtime.transport.distributed import _Received
-from autopipe.runtime.transport.strides import copied, memory_order, packed
+from autopipe.strides import copied, memory_order, packed
 
 STEPS = 6
 QUICK = (

@@ -104,14 +104,27 @@ class Recorder:
             return Work(self, Operation("gloo-receive", tensor=(peer, self.rank, tag, tuple(tensor.shape))))
         return Work(self, self._transfer("receive", group, tensor))
 
+    @staticmethod
+    def P2POp(op: Any, tensor: torch.Tensor, peer: int, group: Any) -> Any:
+        """Return an operation of a batch."""
+        return types.SimpleNamespace(op=op, tensor=tensor, peer=peer, group=group)
+
+    def batch_isend_irecv(self, operations: Sequence[Any]) -> list[Work]:
+        """Record operations in one direction of one group: torch makes them one kernel with one work."""
+        first = operations[0]
+        assert all((o.op, o.peer, o.group) == (first.op, first.peer, first.group) for o in operations)
+        kind = "send" if first.op == self.isend else "receive"
+        return [Work(self, self._transfer(kind, first.group, *(o.tensor for o in operations)))]
+
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Work:
         """Record a sum."""
         return Work(self, self._transfer("sum", group, tensor))
 
-    def _transfer(self, kind: str, group: Any, tensor: torch.Tensor) -> Operation:
-        assert group.backend == "nccl" and tensor.is_cuda
+    def _transfer(self, kind: str, group: Any, *tensors: torch.Tensor) -> Operation:
+        assert group.backend == "nccl" and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
         after = () if self._last is None else (self._last,)  # torch orders the stream after the current one
-        return self.add(Operation(kind, group.number, after, tuple(tensor.shape), group.ranks))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return self.add(Operation(kind, group.number, after, shapes, group.ranks))
 
     # -- torch.cuda ------------------------------------------------------------------------------------------------
 
@@ -144,21 +157,25 @@ class _Departures:
 
 
 class Run:
-    """A layout whose ranks are recorded."""
+    """A layout whose ranks are recorded. ``values``: in each message; ``order``: of each value, as in the plan."""
 
-    def __init__(self, schedule: str, spec: ScheduleSpec, edges: StageEdges) -> None:
+    def __init__(
+        self, schedule: str, spec: ScheduleSpec, edges: StageEdges, *, values: int = 1, order: tuple[int, ...] = ()
+    ) -> None:
+        self.order = order
         self.spec = spec
         self.schedule = lower(make(schedule, spec), edges)
         self.messages = MessagePlan(
-            {edge: (f"f{edge}",) for edge in sorted(edges.forward)},
-            {edge: (f"b{edge}",) for edge in sorted(edges.backward)},
+            {edge: tuple(f"f{edge}.{i}" for i in range(values)) for edge in sorted(edges.forward)},
+            {edge: tuple(f"b{edge}.{i}" for i in range(values)) for edge in sorted(edges.backward)},
             (),
         )
         self.channels = channels(self.messages, spec)
         self.groups = sorted({ranks for ranks in spec.stage_ranks if len(ranks) > 1})
-        values = [value for part in (self.messages.forward, self.messages.backward) for value, *_ in part.values()]
-        # every message has its own shape, by which the model compares both ends
-        self.numbers = {value: index + 1 for index, value in enumerate(values)}
+        parts = self.messages.forward, self.messages.backward
+        names = [value for part in parts for message in part.values() for value in message]
+        # every value has its own shape, by which the model compares both ends
+        self.numbers = {value: index + 1 for index, value in enumerate(names)}
 
     @functools.cached_property
     def communicators(self) -> Communicators:
@@ -189,7 +206,7 @@ class Run:
         recording: Any = types.SimpleNamespace(
             name="",
             message_plan=self.messages,
-            specs={v: TensorSpec((n, "i"), "float32") for v, n in self.numbers.items()},
+            specs={v: TensorSpec((n, "i"), "float32", order=self.order) for v, n in self.numbers.items()},
         )
         return {
             t: [Microbatch({}, 1.0, {"i": t * m + j + 1}, recording) for j in range(m)]
@@ -201,6 +218,10 @@ class Run:
         number = key[0] * self.spec.num_microbatches + key[1] + 1
         names = [value for edge, values in edges.items() if edge[0] == stage for value in values]
         return {name: torch.empty((self.numbers[name], number), device=CUDA) for name in names}
+
+    def messages_of(self, recorder: Recorder) -> list[Operation]:
+        """Return the sends that a rank issued over NCCL."""
+        return [operation for operation in recorder.program.operations if operation.kind == "send"]
 
 
 class _Runner:

@@ -7,16 +7,19 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from support.layouts import cases
 from support.nccl.machine import Deadlock, OrderMismatch, execute
-from support.nccl.recorder import Run, recorded
+from support.nccl.recorder import CUDA, Recorder, Run, in_place, recorded
 
 from autopipe.ir import messages
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.runtime.transport import communicators
 from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
+from autopipe.runtime.transport.distributed import ProcessTransport
 from autopipe.schedules import posting
+from autopipe.strides import Layout, memory_order
 
 
 def layout(ranks: int, stages_per_rank: int = 1, replicas: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -140,3 +143,26 @@ def test_messages_beyond_the_streams_of_torch_go_through_the_host(counts):
     assert max(per_rank.values()) <= STREAMS - 2
     execute([recorder.program for recorder in recorded(run)], queues=32, streams=STREAMS)
     assert "go through host memory" in run.communicators.note
+
+
+def test_a_message_of_several_values_is_one_operation():
+    spec, several = ScheduleSpec(layout(4), 8), edges(4, "unet")
+    one, three = (Run("1f1b", spec, several, values=values) for values in (1, 3))
+    recorders = recorded(three)
+    for single, recorder in zip(recorded(one), recorders, strict=True):
+        assert len(three.messages_of(recorder)) == len(one.messages_of(single)) > 0
+        assert {len(operation.tensor) for operation in three.messages_of(recorder)} == {3}
+    execute([recorder.program for recorder in recorders], queues=8, streams=STREAMS)
+
+
+@pytest.mark.parametrize("order", [(), (1, 0, 0, 0)])
+def test_values_travel_packed_and_arrive_in_the_memory_order_of_the_plan(order):
+    run = Run("1f1b", ScheduleSpec(layout(2), 2), edges(2), order=order)
+    recorder = Recorder(1, 2)
+    channel = next(c for c in run.channels if c.kind == "activation")
+    with in_place(recorder):
+        transport = ProcessTransport(run.channels, device=CUDA, communicators=run.communicators)
+        (pending,) = transport.receive_message(channel, [Layout((4, 6), torch.float32, order)])
+        arrived = pending.wait()
+    assert arrived.is_cuda and arrived.shape == (4, 6)
+    assert (() if arrived.is_contiguous() else tuple(memory_order(arrived))) == order

@@ -8,10 +8,21 @@ not matter, and copies have narrow ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 GAP = 16  # elements, which preserves alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a receiver must know of a tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    # as ``memory_order``; () for a contiguous tensor
+    order: tuple[int, ...] = ()
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -37,12 +48,21 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def packed(tensor: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
-    """Return the elements in their order in memory, without gaps."""
-    return tensor.permute(*layout[: tensor.dim()]).contiguous() if tensor.dim() else tensor
+    """Return the elements in an order in memory, without gaps. ``layout`` () is the contiguous order."""
+    return tensor.permute(*layout[: tensor.dim()]).contiguous() if layout else tensor.contiguous()
+
+
+def arranged(tensor: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+    """Return a copy of a tensor in an order in memory."""
+    elements = packed(tensor, layout)
+    copy = elements.clone() if elements.data_ptr() == tensor.data_ptr() else elements
+    return unpacked(copy, tensor.shape, layout)
 
 
 def unpacked(elements: torch.Tensor, shape: Sequence[int], layout: Sequence[int]) -> torch.Tensor:
     """Return the tensor of a shape from its elements. It shares their memory unless there are gaps."""
+    if not layout:
+        return elements.view(tuple(shape))
     count = len(shape)
     order, gaps = list(layout[:count]), layout[count:]
     stored = elements.view([shape[d] for d in order])
