@@ -87,8 +87,7 @@ def _capture(
     with _nothing_collected():
         captured = strategies.capture()
         workload.run_opaque(opaque.modules)
-        if trains(model) and not on_meta:
-            refuse_changing_state(workload, model, item, ran)
+        of_state = refuse_changing_state(workload, model, item, ran) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, _other(workload, item, batch_size)]
 
@@ -97,7 +96,7 @@ def _capture(
         capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
         return _with_divisor(workload, capture, *items)
 
-    captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *captured.notes)))
+    captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)

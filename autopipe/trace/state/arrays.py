@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import array
 import ctypes
+import zlib
 from typing import Any
 
 import numpy as np
 
-from autopipe.trace.state.fingerprints import LARGEST
-
+LARGEST = 1 << 28  # bytes of the largest array whose content is compared
+_COPIED = 1 << 20  # bytes of the largest array whose content is restored; of a larger one there is a digest
 _SIMPLE: tuple[type, ...] = (ctypes.c_int.__mro__[1],)  # the base class of c_int, c_double, ...
 
 
 def is_array(value: Any) -> bool:
     """Return whether a value is such an object, and small enough for its content to be compared."""
     if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject and value.size <= LARGEST
+        return not value.dtype.hasobject and value.nbytes <= LARGEST
     if isinstance(value, (bytearray, array.array)):
-        return len(value) <= LARGEST
+        return memoryview(value).nbytes <= LARGEST
     return isinstance(value, _SIMPLE)
 
 
+def many_bytes(value: Any) -> int:
+    """Return the bytes of an array, if there are too many to copy, else 0."""
+    size = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
+    return size if size > _COPIED else 0
+
+
 def numbers(value: Any) -> tuple[Any, ...]:
-    """Return the fingerprint of the content: type of the entries, shape and bytes."""
+    """Return the fingerprint of the content: type of the entries, shape and bytes, or a checksum of many bytes."""
     if isinstance(value, np.ndarray):
+        if value.nbytes > _COPIED:
+            return "==", (value.dtype.str, value.shape, zlib.adler32(np.ascontiguousarray(value).view(np.uint8).data))
         return "==", (value.dtype.str, value.shape, value.tobytes())
+    if memoryview(value).nbytes > _COPIED:
+        return "==", (type(value), len(value), zlib.adler32(value))
     return "==", (_view(value).dtype.str, (), bytes(value))
 
 
@@ -37,15 +48,17 @@ def as_numpy(value: Any) -> Any:
 def decoded(fingerprint: tuple[Any, ...]) -> Any:
     """Return the content that ``numbers`` described as a numpy array, or None if the entries are not plain numbers."""
     dtype, shape, content = fingerprint[1]
+    if not isinstance(content, bytes):
+        return None
     entries = np.frombuffer(content, np.dtype(dtype)) if content and dtype[1] in "biufc" else None
     return entries.reshape(shape) if entries is not None and shape != () else entries
 
 
 def fill(value: Any, fingerprint: tuple[Any, ...]) -> None:
     """Restore the content that ``numbers`` returned. An object with that content is not touched."""
-    if numbers(value) == fingerprint:
-        return
     dtype, shape, content = fingerprint[1]
+    if not isinstance(content, bytes) or numbers(value) == fingerprint:
+        return
     if isinstance(value, np.ndarray):
         if value.flags.writeable and (value.dtype.str, value.shape) == (dtype, shape):
             value[...] = np.frombuffer(content, value.dtype).reshape(shape)
@@ -73,4 +86,4 @@ def _view(value: Any) -> Any:
     return np.frombuffer(bytes(value), np.dtype(code) if code in "bBhHiIlLqQfd?" else np.uint8)
 
 
-__all__ = ["as_numpy", "decoded", "fill", "is_array", "numbers", "put_numbers"]
+__all__ = ["as_numpy", "decoded", "fill", "is_array", "many_bytes", "numbers", "put_numbers"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
 _MOST_FUNCTIONS = 2000
+_MOST_CONSTANTS = 16
 _ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
 _NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
@@ -36,15 +37,19 @@ _FORWARD, _DATA = "the forward or the loss", "the data hook"
 _KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
 _INPUT = "pass it as a tensor of the batch"
 _DRAW = "draw with torch's functions, without generator=, and apply the result as a factor"
+_MOST_NAMES = 3
+_NOT_TRIED = (
+    "not known whether the loss depends on later values of {}: a forward with them takes too long or ends the run"
+)
 _FREEZE = "freeze and switch parts where the model is built; another set of trained parameters is another run"
 
 
 def refuse_changing_state(
     workload: Workload, model: nn.Module, item: Item, data: dict[types.CodeType, Ran] | None = None
-) -> None:
+) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
-    ``data``: the functions that ran when the batch was created.
+    ``data``: the functions that ran when the batch was created. Returns notes for the user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
@@ -56,9 +61,10 @@ def refuse_changing_state(
         try:
             second, last = look.run_until_filled(before)
         except Exception:  # the recording reports a model that fails
-            return
+            return ()
         look.refuse_changes(second, last)
         look.refuse_data(last, data or {})
+    return tuple(look.notes)
 
 
 @dataclass
@@ -71,6 +77,7 @@ class Look:
     hooks: dict[str, Any]
     ran: dict[types.CodeType, Ran] = field(default_factory=dict)  # user functions that run in forward and loss
     has_generator: bool = False  # they can reach a torch generator other than the global one
+    notes: list[str] = field(default_factory=list)  # messages for the user
     _accesses: list[tuple[Reader, Access]] | None = None
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
 
@@ -169,7 +176,7 @@ class Look:
             if not self._refuse_place(place, second, last):
                 unknown.append(place)
         unknown += changed[_MOST_PLACES:]
-        self._refuse_depended(list(dict.fromkeys(unknown)), second, last)
+        self._refuse_depended(list(dict.fromkeys(unknown)), second, last, set(changed))
 
     def _refuse_place(self, place: Place, second: Snapshot, last: Snapshot) -> bool:
         """Refuse a place that is read. Return whether the source shows that it is harmless."""
@@ -195,13 +202,23 @@ class Look:
             self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
         return True  # every run writes it before reading it
 
-    def _refuse_depended(self, places: list[Place], second: Snapshot, last: Snapshot) -> None:
-        """Refuse state that the loss depends on, although the source does not show where it is read."""
+    def _refuse_depended(self, places: list[Place], second: Snapshot, last: Snapshot, changed: set[Place]) -> None:
+        """Refuse state that the loss depends on, although the source does not show where it is read.
+
+        ``changed``: all places that change from run to run.
+        """
         if not places:
             return
-        probe = Probe(lambda: self.run(self.item), self.model, last)
+
+        def run() -> Tensor:
+            loss: Tensor = observed(lambda: self.run(self.item), self.ran, lambda ran: last.extend(named(ran)))
+            return loss
+
+        probe = Probe(run, self.model, last, self.snapshot, constants(self.ran), changed)
         place = probe.affecting(places, second)
         if place is None:
+            if probe.unknown:
+                self.notes.append(_NOT_TRIED.format(", ".join(probe.unknown[:_MOST_NAMES])))
             return
         owner, key = last.owners[place[0]], place[1]
         writes = (a.where for _, a in self._all(last) if a.kind != "read" and _meets(a, (owner_key(owner), key)))
@@ -301,6 +318,12 @@ class Look:
         raise TraceError(
             f"{who} changes {name}{also}: the model is not one fixed graph", where=where, remedy=f"{read}{remedy}"
         )
+
+
+def constants(ran: Iterable[types.CodeType]) -> list[int]:
+    """Return the whole numbers in the code of functions, from the smallest on."""
+    numbers = {number for code in ran for number in code.co_consts if type(number) is int and number > 1}
+    return sorted(numbers)[:_MOST_CONSTANTS]
 
 
 def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:

@@ -28,6 +28,15 @@ ITERATORS: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
     type(iter(range(0))),
+    type(iter(range(2**64))),
+    type(iter("")),
+    type(iter(b"")),
+    type(iter({})),
+    type(iter({}.values())),
+    type(iter({}.items())),
+    type(iter(set())),
+    type(reversed([])),
+    itertools.repeat,
 )
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 

@@ -58,6 +58,8 @@ def behind(value: Any) -> Iterator[Any]:
             yield owner  # ``append = entries.append``, ``draw = itertools.count().__next__``
     elif isinstance(value, weakref.ref):
         yield value()
+    elif isinstance(value, frozenset):
+        yield from itertools.islice(frozenset.__iter__(value), MOST_ENTRIES)
     elif isinstance(value, _WRAPPERS):
         yield from (inner for inner in gc.get_referents(value) if not isinstance(inner, (type, types.ModuleType)))
 

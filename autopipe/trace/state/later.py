@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,14 @@ from autopipe.trace.state.values import (
     Fingerprint,
     cast,
     differ,
+    is_number_text,
     later_arrays,
     later_numbers,
+    later_texts,
     longer,
     unused,
 )
-from autopipe.trace.state.watched import Watched, watched_count
+from autopipe.trace.state.watched import watched, watched_count
 
 _DRAWS_AHEAD = (1, 2, 3, 5, *AHEAD[1:])  # of an iterator, which may repeat a few values
 _FEW = 8  # entries that are added to a list of anything else, such as tensors
@@ -49,15 +51,18 @@ class Changing:
     value: Any  # after the last run
     before: Fingerprint  # of the value one run earlier, or () if it is unknown
     set: Setter  # puts another value in the place
-    seen: list[int] = field(default_factory=list)  # numbers at which a comparison may turn out differently
+    seen: list[Any] = field(default_factory=list)  # numbers at which a comparison may turn out differently
 
     def candidates(self) -> list[Any]:
         """Return later values, in the order in which they are tried."""
         is_lengthened_set = isinstance(self.value, set) and self.place[1] == WHOLE
         if is_lengthened_set or isinstance(self.value, (list, dict, deque)):
-            return [1, LONGER]  # entries more
+            more = sorted({number - length(self.value) for number in self.seen})
+            return [1, LONGER, *(n for n in more if 1 < n < LONGER)][:MOST_VALUES]  # entries more
         if isinstance(self.value, np.ndarray):
             return list(later_arrays(self.value, decoded(self.before) if self.before else None))
+        if is_number_text(self.value):
+            return list(later_texts(self.value, self.before, self.seen))
         if isinstance(self.value, GROWING):
             return [longer(self.value)]
         return list(later_numbers(self.value, self.before, self.seen))
@@ -67,10 +72,16 @@ class Changing:
         middle = (int(last) + int(first)) // 2
         return None if middle in (int(last), int(first)) else next(cast(self.value, [middle]), None)
 
-    def watch(self) -> None:
-        """Put a number in the place that notes what it is compared with."""
-        if type(self.value) is int:
-            self.set(Watched(self.value, self.seen))
+    def watch(self, constants: Sequence[int]) -> None:
+        """Put a number in the place that notes what it is compared with.
+
+        ``constants``: numbers in the code, with which the length of a container or the number in a text is compared.
+        """
+        value = self.value.item() if isinstance(self.value, np.number) else self.value
+        if type(value) in (int, float):
+            self.set(watched(value, self.seen))
+        elif isinstance(value, (*CONTAINERS, str, bytes)):
+            self.seen.extend(near for constant in constants for near in (constant, constant + 1))
 
 
 @dataclass
@@ -109,7 +120,7 @@ class Iterating:
         ahead = sorted({(number - start) // step for number in self.seen}) if step else []
         return list(dict.fromkeys((*_DRAWS_AHEAD, *(n for n in ahead if 0 < n < AHEAD[-1]))))[:MOST_VALUES]
 
-    def watch(self) -> None:
+    def watch(self, constants: Sequence[int]) -> None:
         """Put an iterator in the places whose numbers note what they are compared with."""
         start, step = _start_and_step(self.iterator)
         if step and not self.is_shared:
@@ -199,7 +210,7 @@ class _Below:
             if isinstance(now, np.ndarray) and not same_value(numbers(now), then := self.then(then, ANY)):
                 yield Changing(self.place, as_numpy(now), then, slot.put)
         elif depth:
-            if type(now) in GROWING and len(now) != _length(then):
+            if type(now) in GROWING and (len(now) != _length(then) or _counts(now, then)):
                 yield Changing(self.place, now, then, slot.put)
             if isinstance(now, (list, dict, deque)) and id(now) in self.last.owners and length(now) != _length(then):
                 yield Changing(self.place, now, then, functools.partial(_lengthen, now))
@@ -226,6 +237,11 @@ class _Below:
         return self.before.values.get((id(then[1]), key), ()) if then[:1] == ("is",) else ()
 
 
+def _counts(now: Any, then: Fingerprint) -> bool:
+    """Return whether a text of a number is another than before."""
+    return is_number_text(now) and not same_value(fingerprint(now), then)
+
+
 def _length(then: Fingerprint) -> int:
     """Return the length of an earlier text or container, or -1 if it is unknown. A container may have changed since."""
     if len(then) == 3:  # a tuple of plain values
@@ -240,13 +256,18 @@ def _length(then: Fingerprint) -> int:
 
 def _holders(iterator: Any, last: Snapshot) -> Iterator[Setter]:
     """Yield functions that replace an iterator in the places that hold it, or its ``__next__``."""
-    for (owner, key), kept in last.values.items():
-        if kept[:1] != ("is",) or owner not in last.owners or isinstance(last.owners[owner], tuple):
+    for owner, key in holding(iterator, last):
+        if owner not in last.owners or isinstance(last.owners[owner], tuple):
             continue
-        if kept[1] is iterator:
-            yield functools.partial(put, last.owners[owner], key)
-        elif getattr(kept[1], "__self__", None) is iterator:
-            yield functools.partial(_put_next, last.owners[owner], key)
+        setter = put if last.values[owner, key][1] is iterator else _put_next
+        yield functools.partial(setter, last.owners[owner], key)
+
+
+def holding(iterator: Any, last: Snapshot) -> Iterator[Place]:
+    """Yield the places that hold an iterator, or its ``__next__``."""
+    for place, kept in last.values.items():
+        if kept[:1] == ("is",) and (kept[1] is iterator or getattr(kept[1], "__self__", None) is iterator):
+            yield place
 
 
 def _put_next(owner: Any, key: Any, iterator: Any) -> None:
@@ -276,4 +297,4 @@ def _lengthen(container: Any, many: int) -> None:
         dict.update(container, dict.fromkeys(unused(many), entry))
 
 
-__all__ = ["Changing", "Iterating", "changing"]
+__all__ = ["Changing", "Iterating", "changing", "holding"]

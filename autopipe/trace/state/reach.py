@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from autopipe.trace.state import bytecode
 from autopipe.trace.state.kinds import is_users_module
 from autopipe.trace.state.observe import Ran, is_own_file, is_package
 from autopipe.trace.state.snapshot import Names
+
+_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
 
 def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
@@ -24,6 +27,8 @@ def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
 def named(ran: Ran) -> Iterator[tuple[str, Any]]:
     """Yield what a function reaches by name: globals, also of modules that it names, its closure and its classes."""
     yield from ((module.__name__, Names(module, names)) for module, names in _modules_by_name(ran))
+    if ran.looked_up & _ENVIRONMENT:
+        yield "os.environ", vars(os.environ)["_data"]
     for name, content in ran.cells:
         yield f"{name} of {ran.code.co_name}", content
     yield from ((function.__name__, function) for function in _rebinding(ran))

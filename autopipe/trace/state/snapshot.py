@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
 import itertools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
-from autopipe.trace.state.arrays import fill, is_array, numbers
-from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS, PLAIN, drawn, fingerprint, is_plain_key, same_value
+from autopipe.trace.state.arrays import fill, is_array, many_bytes, numbers
+from autopipe.trace.state.fingerprints import (
+    GENERATORS,
+    ITERATORS,
+    LARGEST,
+    PLAIN,
+    drawn,
+    fingerprint,
+    is_plain_key,
+    same_value,
+)
 from autopipe.trace.state.kinds import (
     MOST_ENTRIES,
     behind,
@@ -36,8 +46,11 @@ Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
 ANY = "(any entry)"  # the key of an entry at an unknown index
 DRAWN = "(its state)"  # the key of a generator's state
+_OTHERS = "(its other entries)"  # the key of the entries of a container beyond the first MOST_ENTRIES
+_ABSENT = object()
 _DEEPEST = 6  # objects in objects, counted from the module that holds them
 _MOST_PLACES = 200_000
+_MOST_BYTES = 1 << 29  # of large arrays whose content is compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
 _FIELDS_OF_TORCH = frozenset(vars(nn.Module()))
@@ -67,6 +80,8 @@ class Snapshot:
     _slots: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     _arrays: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # with their fingerprints
+    _long: dict[int, Any] = field(default_factory=dict)  # the content of containers with more than MOST_ENTRIES
+    _bytes: int = 0  # of large arrays
     _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
     @classmethod
@@ -103,11 +118,31 @@ class Snapshot:
 
         Replacing an object by an equal one does not count as a change: some registries copy themselves at every use.
         """
-        return [
-            place
-            for place, value in self.values.items()
-            if all(not self._same(value, other, other.values.get(place, ()), set()) for other in others)
-        ]
+        places = []
+        for place, value in self.values.items():
+            if all(not self._same(value, other, other.values.get(place, ()), set()) for other in others):
+                places += [place] if place[1] != _OTHERS else self._changed_entries(place[0], others)
+        for place in places:
+            if place not in self.values:
+                self._put_entry(place)
+        return places
+
+    def _changed_entries(self, container: int, others: Sequence[Snapshot]) -> list[Place]:
+        """Return the entries of a long container that changed, beyond those that have a place of their own."""
+        now, places = dict(_others(self._long[container])), []
+        for other in others:
+            before = dict(_others(other._long[container])) if container in other._long else {}
+            for key, entry in now.items():
+                if is_plain_key(key) and not same_value(fingerprint(entry), fingerprint(before.get(key, _ABSENT))):
+                    places.append((container, key))
+                    other.values[container, key] = fingerprint(before[key]) if key in before else ()
+        return places[:MOST_ENTRIES]
+
+    def _put_entry(self, place: Place) -> None:
+        """Add the place of an entry of a long container."""
+        container, key = place
+        path = self.names[container, WHOLE]
+        self._put(self.owners[container], key, dict(_others(self._long[container]))[key], f"{path}[{key!r}]")
 
     def _same(
         self, value: tuple[Any, ...], other: Snapshot, before: tuple[Any, ...], compared: set[tuple[int, int]]
@@ -173,6 +208,9 @@ class Snapshot:
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
                 self._trained.append((value, value.requires_grad))
         elif is_array(value):
+            self._bytes += (many := many_bytes(value))
+            if self._bytes > _MOST_BYTES and many:
+                return
             self.owners[id(value)] = value
             self.values[id(value), ANY] = content = numbers(value)
             self.names[id(value), ANY] = path
@@ -181,6 +219,8 @@ class Snapshot:
             self.owners[id(value)] = value
             self.values[id(value), DRAWN] = ("==", drawn(value))
             self.names[id(value), DRAWN] = path
+            if isinstance(value, types.GeneratorType):  # its variables, and the iterators of its loops
+                yield from ((f"a variable of {path}", inner) for inner in gc.get_referents(value))
         elif isinstance(value, (*CONTAINERS, tuple)):
             yield from self._container(path, value)
         elif isinstance(value, types.FunctionType):
@@ -209,6 +249,7 @@ class Snapshot:
             self._kept.append((value, content))
             self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in PLAIN else id(e) for e in content))
             self.names[id(value), WHOLE] = path
+            yield from ((f"an entry of {path}", entry) for entry in itertools.islice(content, MOST_ENTRIES))
             return
         if not isinstance(value, tuple):
             self._kept.append((value, copied(value)))
@@ -223,6 +264,10 @@ class Snapshot:
             below = f"{path}[{key!r}]" if plain else f"{path}[{type(key).__name__}]"
             self._put(value, key if plain else ByIdentity(key), entry, below)
             yield below, entry
+        if MOST_ENTRIES < length(value) <= LARGEST and self.compared:
+            others = tuple((key, e if type(e) in PLAIN else id(e)) for key, e in _others(value) if is_plain_key(key))
+            self.values[id(value), _OTHERS] = ("==", hash(others))
+            self._long[id(value)] = value if isinstance(value, tuple) else self._kept[-1][1]
 
     def _function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -305,3 +350,8 @@ class Snapshot:
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():
                 yield f"a hook of {path}", hook
+
+
+def _others(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (key, value) of the entries that have no place of their own."""
+    return itertools.islice(entries(container), MOST_ENTRIES, None)

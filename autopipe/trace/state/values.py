@@ -21,12 +21,13 @@ NUMBERS = (
     *(int, float, complex, np.number, np.bool_, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.timedelta),
 )
+_DIGITS = 16  # of a text that is a number
 GROWING = (str, bytes, tuple, frozenset, set)  # values that are replaced by longer ones
 
 Fingerprint = tuple[Any, ...]
 
 
-def later_numbers(value: Any, before: Fingerprint, seen: list[int]) -> Iterator[Any]:
+def later_numbers(value: Any, before: Fingerprint, seen: list[Any]) -> Iterator[Any]:
     """Yield later values of a number, of its own type; those that the type cannot hold are left out."""
     if isinstance(value, (bool, np.bool_)):
         yield type(value)(not value)
@@ -115,6 +116,19 @@ def differ(new: Any, old: Any) -> Any:
     return np.ascontiguousarray(new).view(entry) != np.ascontiguousarray(old).view(entry)
 
 
+def is_number_text(value: Any) -> bool:
+    """Return whether a value is a text of a whole number."""
+    return type(value) in (str, bytes) and value.isdigit() and len(value) < _DIGITS
+
+
+def later_texts(value: Any, before: Fingerprint, seen: list[Any]) -> Iterator[Any]:
+    """Yield later values of the text of a whole number."""
+    then = before[1][1] if len(before) == 2 and type(before[1]) is tuple and is_number_text(before[1][-1]) else None
+    earlier = ("==", (int, int(then))) if then is not None else ()
+    for number in later_numbers(int(value), earlier, seen):
+        yield str(number) if type(value) is str else str(number).encode()
+
+
 def longer(value: Any) -> Any:
     """Return a text, tuple or set with more entries."""
     if isinstance(value, (set, frozenset)):
@@ -136,8 +150,10 @@ __all__ = [
     "Fingerprint",
     "cast",
     "differ",
+    "is_number_text",
     "later_arrays",
     "later_numbers",
+    "later_texts",
     "longer",
     "unused",
 ]

@@ -1,11 +1,14 @@
-"""Integers that note the numbers at which a comparison with them would turn out differently."""
+"""Numbers that note the values of a counter at which a comparison with them would turn out differently."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from autopipe.trace.record.containers import attributes
 
@@ -13,93 +16,115 @@ _LARGEST = 2**53  # comparisons with larger numbers are not noted
 _MOST_KEYS = 256  # of one dict or set
 _PERIODS = (0, 1, 100)  # periods of a remainder; a later one may also be beyond a threshold
 
-Origin = Callable[[int], list[int]]
+Origin = Callable[[Any], list[Any]]
 
 
-class Watched(int):
-    """An integer in place of a counter, or computed from one."""
+class _Watched:
+    """A number in place of a counter, or computed from one."""
 
-    seen: list[int]  # values of the counter at which a comparison changes
+    seen: list[Any]  # values of the counter at which a comparison changes
     origin: Origin  # the values of the counter at which this number is equal to another
-
-    def __new__(cls, value: int, seen: list[int], origin: Origin = lambda other: [other]) -> Watched:
-        """Return the integer with its notes."""
-        number = super().__new__(cls, value)
-        number.seen, number.origin = seen, origin
-        return number
+    base: Any = None  # int or float
 
     def note(self, other: Any) -> None:
         """Note a comparison with a number."""
+        other = other.item() if isinstance(other, np.number) else other
         if isinstance(other, (int, float)) and abs(other) < _LARGEST:
-            self.seen.extend(value for near in (0, 1, -1) for value in self.origin(int(other) + near))
+            number = float(other) if self.base is float else int(other)
+            for near in self._near(number):
+                self.seen.extend(self.origin(near))
+
+    def _near(self, number: Any) -> tuple[Any, ...]:
+        if self.base is int:
+            return number, number + 1, number - 1
+        return number, math.nextafter(number, math.inf), math.nextafter(number, -math.inf)
 
     def _note_multiple(self, other: Any) -> None:
         if isinstance(other, int) and other:
-            self.note(int(self) - int(self) % other + other)
+            self.note(self.base(self) - self.base(self) % other + other)
 
-    def _computed(self, result: Any, origin: Origin) -> Any:
-        return Watched(result, self.seen, origin) if type(result) is int else result
+    def _computed(self, name: str, other: Any, origin: Origin) -> Any:
+        other = other.item() if isinstance(other, np.number) else other
+        kind: Any = float if isinstance(other, float) else self.base
+        result = getattr(kind, name)(kind(self), other)
+        return watched(result, self.seen, origin)
 
     def __add__(self, other: Any) -> Any:
-        return self._computed(int.__add__(self, other), lambda result: self.origin(result - int(other)))
+        return self._computed("__add__", other, lambda result: self.origin(result - other))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self._computed(int.__sub__(self, other), lambda result: self.origin(result + int(other)))
+        return self._computed("__sub__", other, lambda result: self.origin(result + other))
 
     def __rsub__(self, other: Any) -> Any:
-        return self._computed(int.__rsub__(self, other), lambda result: self.origin(int(other) - result))
+        return self._computed("__rsub__", other, lambda result: self.origin(other - result))
 
     def __mul__(self, other: Any) -> Any:
-        return self._computed(int.__mul__(self, other), lambda result: self.origin(result // int(other or 1)))
+        return self._computed("__mul__", other, lambda result: self._quotients(result, other))
 
     __rmul__ = __mul__
 
+    def _quotients(self, result: Any, other: Any) -> list[Any]:
+        if not other:
+            return []
+        if self.base is float:
+            return self.origin(result / other)
+        return [value for near in (0, 1, -1) for value in self.origin(int(result // other) + near)]
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._computed("__truediv__", other, lambda result: self._products(result, other))
+
+    def _products(self, result: Any, other: Any) -> list[Any]:
+        product = result * other
+        if self.base is float:
+            return self.origin(product)
+        return [value for near in (0, 1, -1) for value in self.origin(math.floor(product) + near)]
+
     def __floordiv__(self, other: Any) -> Any:
         self._note_multiple(other)
-        return self._computed(int.__floordiv__(self, other), lambda result: self.origin(result * int(other)))
+        return self._computed("__floordiv__", other, lambda result: self.origin(result * other))
 
     def __mod__(self, other: Any) -> Any:
         self._note_multiple(other)
-        return self._computed(int.__mod__(self, other), lambda result: self._with_remainder(result, int(other)))
+        return self._computed("__mod__", other, lambda result: self._with_remainder(result, other))
 
-    def __and__(self, other: Any) -> Any:
-        if isinstance(other, int) and other > 0 and not other & (other + 1):
-            return self % (other + 1)
-        return int.__and__(self, other)
-
-    def _with_remainder(self, remainder: int, divisor: int) -> list[int]:
-        first = int(self) + (remainder - int(self)) % divisor
+    def _with_remainder(self, remainder: Any, divisor: Any) -> list[Any]:
+        first = self.base(self) + (remainder - self.base(self)) % divisor
         return [value for many in _PERIODS for value in self.origin(first + many * divisor)]
+
+    def __neg__(self) -> Any:
+        return watched(-self.base(self), self.seen, lambda result: self.origin(-result))
+
+    def __floor__(self) -> Any:
+        whole = lambda result: self.origin(self.base(result))  # noqa: E731
+        return watched(math.floor(self.base(self)), self.seen, whole)
 
     def __bool__(self) -> bool:
         self.note(0)
-        return int.__bool__(self)
+        return bool(self.base.__bool__(self))
 
     def __lt__(self, other: Any) -> Any:
-        self.note(other)
-        return int.__lt__(self, other)
+        return self._compared("__lt__", other)
 
     def __le__(self, other: Any) -> Any:
-        self.note(other)
-        return int.__le__(self, other)
+        return self._compared("__le__", other)
 
     def __gt__(self, other: Any) -> Any:
-        self.note(other)
-        return int.__gt__(self, other)
+        return self._compared("__gt__", other)
 
     def __ge__(self, other: Any) -> Any:
-        self.note(other)
-        return int.__ge__(self, other)
+        return self._compared("__ge__", other)
 
     def __eq__(self, other: Any) -> Any:
-        self.note(other)
-        return int.__eq__(self, other)
+        return self._compared("__eq__", other)
 
     def __ne__(self, other: Any) -> Any:
+        return self._compared("__ne__", other)
+
+    def _compared(self, name: str, other: Any) -> Any:
         self.note(other)
-        return int.__ne__(self, other)
+        return getattr(self.base, name)(self.base(self), other)
 
     def __hash__(self) -> int:
         """Note the keys of dicts and sets that the calling function may look this number up in."""
@@ -112,7 +137,36 @@ class Watched(int):
                 for key in itertools.islice(container, _MOST_KEYS):
                     if type(key) is int:
                         self.note(key)
-        return int.__hash__(self)
+        return int(self.base.__hash__(self))
+
+
+class WatchedInt(_Watched, int):
+    """An integer that notes comparisons."""
+
+    base = int
+
+    def __and__(self, other: Any) -> Any:
+        if isinstance(other, int) and other > 0 and not other & (other + 1):
+            return self % (other + 1)
+        return int.__and__(self, other)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self // (1 << int(other))
+
+
+class WatchedFloat(_Watched, float):
+    """A float that notes comparisons."""
+
+    base = float
+
+
+def watched(value: Any, seen: list[Any], origin: Origin = lambda other: [other]) -> Any:
+    """Return an int or a float with its notes, or another value as it is."""
+    if type(value) not in (int, float):
+        return value
+    number: Any = WatchedInt(value) if type(value) is int else WatchedFloat(value)
+    number.seen, number.origin = seen, origin
+    return number
 
 
 def _values_of(value: Any) -> list[Any]:
@@ -123,10 +177,10 @@ def _values_of(value: Any) -> list[Any]:
     return [*(own or {}).values(), *vars(type(value)).values()]
 
 
-def watched_count(start: int, step: int, seen: list[int]) -> Iterator[Watched]:
+def watched_count(start: int, step: int, seen: list[int]) -> Iterator[Any]:
     """Yield what ``itertools.count(start, step)`` yields, as integers that note comparisons."""
     for draws in itertools.count():
-        yield Watched(start + draws * step, seen, lambda result, ahead=draws * step: [result - ahead])  # type: ignore[misc]
+        yield watched(start + draws * step, seen, lambda result, ahead=draws * step: [result - ahead])  # type: ignore[misc]
 
 
-__all__ = ["Watched", "watched_count"]
+__all__ = ["watched", "watched_count"]

@@ -29,4 +29,25 @@ class Net(Net):
     "a private counter of a linear layer": (
         net("self.o._k = 0", "self.o._k += 1", "y = y * (1.0 if self.o._k < 200 else 2.0)"),
         "model.o._k", "self.o._k += 1"),
+    "an entry of a long list": (
+        net("self.c = [0] * 1000", "self.c[999] += 1", "y = y * (1.0 if self.c[999] < 200 else 2.0)"),
+        "model.c[999]", "self.c[999] += 1"),
+    "an entry of a large array": (
+        net("self.c = np.zeros(1_000_000)", "self.c[7] += 1", "y = y * (1.0 if self.c[7] < 200 else 2.0)"),
+        "model.c", "self.c[7] += 1"),
+    "an object in a set": (
+        "class One: k = 0\n" + net("self.ones = {One()}", "for one in self.ones: one.k += 1",
+                                   "y = y * (1.0 if max(one.k for one in self.ones) < 200 else 2.0)"),
+        "an entry of model.ones.k", "one.k += 1"),
+    "a chain of repeated numbers": (
+        net("self.c = itertools.chain(itertools.repeat(1.0, 200), itertools.repeat(2.0))", "x = x * next(self.c)"),
+        "model.c", ""),
+    "a generator over repeated numbers": (
+        "def numbers():\n    yield from itertools.repeat(1.0, 200)\n    yield from itertools.repeat(2.0)\n"
+        + net("self.c = numbers()", "x = x * next(self.c)"),
+        "a variable of model.c", ""),
+    "the environment": (
+        "import os\n" + net("pass", "os.environ['STATE_K'] = str(int(os.environ.get('STATE_K', '0')) + 1)",
+                            "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),
+        "os.environ[b'STATE_K']", "os.environ['STATE_K'] ="),
 }  # fmt: skip

@@ -15,6 +15,37 @@ def hidden(start: str, body: str, before: str = "") -> str:
 
 
 CHANGING_VALUES = {
+    "epochs counted by another counter": (hidden("[0, 0]", """
+    h.value[0] += 1
+    if h.value[0] >= 10: h.value[0], h.value[1] = 0, h.value[1] + 1
+    return 1 if h.value[1] >= 5 else 0
+""", ""), "util.scale()", "_ALL[0].value[1]"),
+    "a phase that begins later": (hidden("0", """
+    h.value += 1
+    if h.value == 20: h.phase = 0
+    h.phase = getattr(h, 'phase', -1000) + (h.value >= 20)
+    return 1 if h.phase > 80 else 0
+""", ""), "util.scale()", "_ALL[0].phase"),
+    "window of a fraction": (hidden("0", """
+    h.value += 1
+    return 1 if 0.3 < h.value / 1000 < 0.4 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
+    "window of a float": (hidden("0.0", """
+    h.value += 0.001
+    return 1 if 0.3 < h.value < 0.4 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
+    "window of a numpy integer": (hidden("np.int64(0)", """
+    h.value = h.value + np.int64(1)
+    return 1 if 300 < h.value < 400 else 0
+""", "import numpy as np"), "util.scale()", "_ALL[0].value"),
+    "window of a length": (hidden("[]", """
+    h.value.append(0)
+    return 1 if 300 < len(h.value) < 400 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
+    "number in a text": (hidden("'0'", """
+    h.value = str(int(h.value) + 1)
+    return 1 if int(h.value) > 100 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
     "count read at once": ("""
 import itertools
 COUNT = itertools.count()
