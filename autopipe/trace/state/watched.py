@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,10 @@ class _Watched:
             for near in self._near(number):
                 self.seen.extend(self.origin(near))
 
+    def _plain(self) -> Any:
+        """Return the number without its notes."""
+        return self.base.__pos__(self)
+
     def _near(self, number: Any) -> tuple[Any, ...]:
         if self.base is int:
             return number, number + 1, number - 1
@@ -41,12 +46,12 @@ class _Watched:
 
     def _note_multiple(self, other: Any) -> None:
         if isinstance(other, int) and other:
-            self.note(self.base(self) - self.base(self) % other + other)
+            self.note(self._plain() - self._plain() % other + other)
 
     def _computed(self, name: str, other: Any, origin: Origin) -> Any:
         other = other.item() if isinstance(other, np.number) else other
         kind: Any = float if isinstance(other, float) else self.base
-        result = getattr(kind, name)(kind(self), other)
+        result = getattr(kind, name)(kind(self._plain()), other)
         return watched(result, self.seen, origin)
 
     def __add__(self, other: Any) -> Any:
@@ -90,15 +95,29 @@ class _Watched:
         return self._computed("__mod__", other, lambda result: self._with_remainder(result, other))
 
     def _with_remainder(self, remainder: Any, divisor: Any) -> list[Any]:
-        first = self.base(self) + (remainder - self.base(self)) % divisor
+        first = self._plain() + (remainder - self._plain()) % divisor
         return [value for many in _PERIODS for value in self.origin(first + many * divisor)]
 
     def __neg__(self) -> Any:
-        return watched(-self.base(self), self.seen, lambda result: self.origin(-result))
+        return watched(-self._plain(), self.seen, lambda result: self.origin(-result))
 
     def __floor__(self) -> Any:
         whole = lambda result: self.origin(self.base(result))  # noqa: E731
-        return watched(math.floor(self.base(self)), self.seen, whole)
+        return watched(math.floor(self._plain()), self.seen, whole)
+
+    def __int__(self) -> int:
+        self._note_constants(sys._getframe(1))
+        return int(self.base.__int__(self))
+
+    def __float__(self) -> float:
+        self._note_constants(sys._getframe(1))
+        return float(self.base.__float__(self))
+
+    def _note_constants(self, frame: types.FrameType) -> None:
+        """Note the numbers in the calling function: the result of a conversion notes no comparisons."""
+        for constant in frame.f_code.co_consts:
+            if type(constant) in (int, float):
+                self.note(constant)
 
     def __bool__(self) -> bool:
         self.note(0)
@@ -124,7 +143,7 @@ class _Watched:
 
     def _compared(self, name: str, other: Any) -> Any:
         self.note(other)
-        return getattr(self.base, name)(self.base(self), other)
+        return getattr(self.base, name)(self._plain(), other)
 
     def __hash__(self) -> int:
         """Note the keys of dicts and sets that the calling function may look this number up in."""

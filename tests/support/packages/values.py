@@ -30,6 +30,10 @@ CHANGING_VALUES = {
     h.value += 1
     return 1 if 0.3 < h.value / 1000 < 0.4 else 0
 """, ""), "util.scale()", "_ALL[0].value"),
+    "window of a rounded fraction": (hidden("0", """
+    h.value += 1
+    return 1 if int(h.value / 50) == 9 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
     "window of a float": (hidden("0.0", """
     h.value += 0.001
     return 1 if 0.3 < h.value < 0.4 else 0
