@@ -20,7 +20,7 @@ from autopipe.commands.training import runs
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
 from autopipe.runtime.transport.distributed import _Received
-from autopipe.strides import copied, memory_order, packed
+from autopipe.strides import Layout, copied, memory_order, packed
 
 STEPS = 6
 QUICK = (
@@ -152,7 +152,8 @@ def test_a_tensor_arrives_with_its_strides(tensor: torch.Tensor) -> None:
     assert sent.is_contiguous()
     buffer = torch.empty(tensor.shape)
     buffer.view(-1).copy_(sent.reshape(-1))
-    received = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(layout))).wait()
+    expected = Layout(tuple(tensor.shape), tensor.dtype)
+    received = _Received((Done(),), buffer, torch.device("cpu"), expected, (Done(), torch.tensor(layout))).wait()
     for other in (received, copied(tensor)):
         assert torch.equal(other, tensor)
         assert memory_order(other) == layout
