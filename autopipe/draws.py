@@ -150,6 +150,59 @@ def flat_checkpoints() -> Iterator[None]:
             function.apply = apply
 
 
+# --- recurrent layers on CUDA -----------------------------------------------------------------------------------------
+
+
+class _WithoutCudnn:
+    """Disables cuDNN in this process while calls are open, which may be in several threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._open, self._enabled = threading.Lock(), 0, True
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """Open a call. A module that does not train draws nothing, and keeps cuDNN."""
+        if not module.training:
+            return
+        module.__dict__["_autopipe_opened"] = True
+        with self._lock:
+            if not self._open:
+                self._enabled = torch._C._get_cudnn_enabled()
+                torch._C._set_cudnn_enabled(False)
+            self._open += 1
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """Close a call."""
+        if not module.__dict__.pop("_autopipe_opened", False):
+            return
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                torch._C._set_cudnn_enabled(self._enabled)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+
+
+def seed_recurrent_layers(model: nn.Module, device: torch.device) -> int:
+    """Let LSTM, GRU and RNN layers with dropout draw from the seeds on CUDA too, and return their number.
+
+    cuDNN keeps the state of this dropout from the first call on, and ignores later seeds (pytorch issue 74177). So in
+    training these layers run without cuDNN: as a product and a cell for each step, with one draw between two layers, as
+    on the CPU. They are slower. Other layers, and other devices, do not change.
+    """
+    if device.type != "cuda":
+        return 0
+    count = 0
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            count += 1
+            if not module.__dict__.get("_autopipe_seeded"):
+                module.__dict__["_autopipe_seeded"] = True
+                module.register_forward_pre_hook(_WITHOUT_CUDNN.enter, prepend=True)
+                module.register_forward_hook(_WITHOUT_CUDNN.leave, always_call=True)
+    return count
+
+
 # --- opaque modules ---------------------------------------------------------------------------------------------------
 
 _ACTIVE = threading.local()

@@ -156,6 +156,7 @@ class Stage(Container):
             for name, buffer in module._buffers.items():
                 places.setdefault(id(buffer), []).append((module, name))
         self.to(device)
+        draws.seed_recurrent_layers(self, device)
         for (owner, name), *others in places.values():  # torch copies a buffer with two names twice; keep one
             for other, other_name in others:
                 other._buffers[other_name] = owner._buffers[name]

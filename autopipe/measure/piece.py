@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
+from autopipe.draws import seed_recurrent_layers
 
 _CAPTURED = "cpu"  # the type of the device on which models are captured
 
@@ -76,6 +77,7 @@ class StateCopies:
                         setattr(part, name, value.to(self.device))
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()
+            seed_recurrent_layers(copied, self.device)  # they cost what they cost in a stage
             self._originals.append(module)
         known: nn.Module = self._memo[id(module)]
         return known

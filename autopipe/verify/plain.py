@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from autopipe.draws import Draws, flat_checkpoints
+from autopipe.draws import Draws, flat_checkpoints, seed_recurrent_layers
 from autopipe.runtime.after_step.average import average_dtype
 from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
 from autopipe.verify.order import Key, ReplicaBuffers, SumOrder
@@ -31,6 +31,7 @@ class Subject:
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self.workload = workload
         self.model = workload.build_model().to(device)
+        seed_recurrent_layers(self.model, device)
         # those that the optimizer steps
         self.parameters = dict(self.model.named_parameters())
 

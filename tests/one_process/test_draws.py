@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -53,3 +54,50 @@ def test_evaluation_draws_nothing() -> None:
     with draws.Draws(0, 0, 0) as mode:
         nn.Dropout(0.5).eval()(torch.ones(4))
     assert mode.position == 0
+
+
+class _Fails(nn.LSTM):
+    def forward(self, *_):
+        raise RuntimeError("no")
+
+
+def test_recurrent_layers_with_dropout_train_without_cudnn_on_cuda() -> None:
+    """cuDNN keeps the state of this dropout and ignores later seeds."""
+    enabled: list[bool] = []
+
+    def note(*_: object) -> None:
+        enabled.append(torch.backends.cudnn.enabled)
+
+    model = nn.ModuleList(
+        [nn.LSTM(4, 4, 2, dropout=0.5), nn.GRU(4, 4, 3, dropout=0.1), nn.LSTM(4, 4, 2), nn.GRU(4, 4), nn.Linear(4, 4)]
+    )
+    assert draws.seed_recurrent_layers(model, torch.device("cpu")) == 0
+    assert not any(layer._forward_pre_hooks for layer in model)
+    cuda = torch.device("cuda", 0)
+    assert draws.seed_recurrent_layers(model, cuda) == draws.seed_recurrent_layers(model, cuda) == 2
+    for layer in model:
+        layer.register_forward_pre_hook(note)
+    batch = torch.randn(3, 2, 4)
+    for training in (True, False):
+        enabled.clear()
+        for layer in model.train(training):
+            layer(batch)
+            assert torch.backends.cudnn.enabled
+        assert enabled == [not training, not training, True, True, True]
+
+
+def test_cudnn_is_enabled_again_if_a_layer_fails() -> None:
+    layer = _Fails(4, 4, 2, dropout=0.5)
+    draws.seed_recurrent_layers(layer, torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="no"):
+        layer(torch.randn(3, 2, 4))
+    assert torch.backends.cudnn.enabled
+
+
+def test_a_recurrent_layer_without_cudnn_draws_once_between_two_layers() -> None:
+    layer, batch = nn.LSTM(4, 4, 3, dropout=0.5), torch.randn(3, 2, 4)
+    with torch.backends.cudnn.flags(enabled=False), draws.Draws(0, 0, 0) as counted:
+        first = layer(batch)[0]
+    assert counted.position == 2
+    with draws.at((0, 0, 0), 0, 2):
+        assert torch.equal(layer(batch)[0], first)
