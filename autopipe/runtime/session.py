@@ -22,6 +22,7 @@ from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
+from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source
@@ -64,6 +65,7 @@ class RankSession:
     _saver: Saver = field(init=False)
     _recordings: Recordings = field(init=False)
     _audits: AuditWriter = field(init=False)
+    _placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
         writers, leads = [stage.replicas for stage in self.context.plan.stages], self.transport.rank == 0
@@ -73,6 +75,7 @@ class RankSession:
         run, workload, runners = self.run, self.workload, self.executor.runners
         every, pinned = self.job.audit_every, self.device.type == "cuda"
         self._audits = AuditWriter(run.path, every, self._first_of, self._saver, self.reporter, pinned)
+        self._placement = Placement(self.device)
         self._recordings = Recordings(run, self.job, self.context, workload, self.transport, self.reporter, runners)
 
     @staticmethod
@@ -155,9 +158,9 @@ class RankSession:
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
         if who == "one":
-            return OneReads(source, self._recordings, self.transport, self.reporter, self.device, training)
+            return OneReads(source, self._recordings, self.transport, self.reporter, self._placement, training)
         exchange = DigestExchange(self.transport, evaluating=not training)
-        return EachReads(source, self._recordings, exchange, self.device, training)
+        return EachReads(source, self._recordings, exchange, self._placement, training)
 
     def _run_window(self, window: Window) -> None:
         plan, first = self.context.plan, window.first

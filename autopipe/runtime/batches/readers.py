@@ -25,6 +25,7 @@ from autopipe.errors import InternalError
 from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
 from autopipe.runtime.batches.exchange import DigestExchange
+from autopipe.runtime.batches.on_device import Placement, on_host
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source, Taken
@@ -75,7 +76,7 @@ class EachReads:
     source: Source
     recordings: Recordings
     exchange: DigestExchange
-    device: torch.device
+    placement: Placement
     training: bool = True
 
     def seek(self, place: Place, *, compare: bool) -> None:
@@ -90,15 +91,15 @@ class EachReads:
         self.recordings.before_recording, self.recordings.announce = self.settle, None
         if len(taken) < length:
             self.settle()
-        return [_cut(minibatch, self.recordings, self.device, training=self.training) for minibatch in taken]
+        return [_cut(minibatch, self.recordings, self.placement, training=self.training) for minibatch in taken]
 
     def settle(self) -> None:
         """Wait for the comparison."""
         self.exchange.settle()
 
 
-def _cut(minibatch: Taken, recordings: Recordings, device: torch.device, *, training: bool) -> Minibatch:
-    parts = recordings.microbatches(minibatch.item, device, training=training)
+def _cut(minibatch: Taken, recordings: Recordings, placement: Placement, *, training: bool) -> Minibatch:
+    parts = recordings.microbatches(minibatch.item, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
 
@@ -111,7 +112,7 @@ class OneReads:
     recordings: Recordings
     transport: Transport
     reporter: Reporter
-    device: torch.device
+    placement: Placement
     training: bool = True
     _inputs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
@@ -128,7 +129,7 @@ class OneReads:
         self.recordings.before_recording, self.recordings.announce = None, self._announce
         minibatches = []
         for index, minibatch in enumerate(taken):
-            minibatches.append(_cut(minibatch, self.recordings, self.device, training=self.training))
+            minibatches.append(_cut(minibatch, self.recordings, self.placement, training=self.training))
             self._send(first + index, minibatch.item, minibatches[-1])
         if len(taken) < length:
             self._send_header_to_all({"kind": "end"})
@@ -163,7 +164,7 @@ class OneReads:
         # the leaves of the minibatch, if the receiver can cut them, else those of each part
         shared = workload.cuts_by_dimension(item)
         dimensions = workload.batch_dims(item) if shared else {}
-        sources = [workload.leaves(item)] if shared else [part.leaves for part in parts]
+        sources = [workload.leaves(item)] if shared else [on_host(part.leaves) for part in parts]
         fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
         described = [
             {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
@@ -254,6 +255,6 @@ class OneReads:
             name = fields.pop("recording")
             if name not in known:
                 raise InternalError(f"rank 0 follows a recording that this rank does not have: {name!r}")
-            leaves = {leaf: piece.to(self.device, non_blocking=True) for leaf, piece in cut[j].items()}
+            leaves = self.placement.of(cut[j])
             microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
         return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))

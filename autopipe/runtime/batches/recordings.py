@@ -23,6 +23,7 @@ from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.shares import Shares
+from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
 from autopipe.runtime.context import RunContext
@@ -72,7 +73,7 @@ class Recordings:
         if (self.run.stages / EVALUATION / "plan.json").is_file():
             self.evaluation = [self._load(EVALUATION)]
 
-    def microbatches(self, item: Any, device: torch.device, *, training: bool = True) -> list[Microbatch]:
+    def microbatches(self, item: Any, placement: Placement, *, training: bool = True) -> list[Microbatch]:
         """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.shares``).
 
         Raises: RunError if a part has other tensors than the captured batch, or if there are too many shapes.
@@ -85,8 +86,7 @@ class Recordings:
         microbatches = []
         for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
             leaves = self.workload.leaves(part)
-            on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
-            microbatches.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
+            microbatches.append(Microbatch(placement.of(leaves), factor, recording.sizes(leaves), recording))
         self.weight = shares.total
         return microbatches
 

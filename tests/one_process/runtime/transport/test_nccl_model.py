@@ -152,6 +152,8 @@ def test_a_message_of_several_values_is_one_operation():
     for single, recorder in zip(recorded(one), recorders, strict=True):
         assert len(three.messages_of(recorder)) == len(one.messages_of(single)) > 0
         assert {len(operation.tensor) for operation in three.messages_of(recorder)} == {3}
+        # the host never waits for the device
+        assert all(operation.stream is not None for operation in recorder.program.operations)
     execute([recorder.program for recorder in recorders], queues=8, streams=STREAMS)
 
 

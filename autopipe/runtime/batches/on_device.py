@@ -1,0 +1,74 @@
+"""The tensors of a microbatch on the device of a rank. To a GPU, each is copied when a stage first reads it.
+
+So a rank copies only what its own stages read of the microbatches that it runs, and a window of minibatches takes no
+device memory. The copies run on a stream of their own, from page-locked memory: the host waits for none of them, and
+they overlap with the kernels that are queued already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+class Copies:
+    """Copies tensors of the host to one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def copy(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Start to copy a tensor. Kernels that are queued from now on wait for the copy."""
+        if leaf.is_cuda or leaf.layout != torch.strided:  # the user's data is on a GPU, or cannot be locked
+            return leaf.to(self._device, non_blocking=True)
+        locked = leaf if leaf.is_pinned() else leaf.pin_memory()
+        with torch.cuda.stream(self._stream):
+            moved = locked.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        moved.record_stream(current)  # its memory belongs to the other stream
+        return moved
+
+
+class LeavesOnGpu(Mapping[str, torch.Tensor]):
+    """The tensors of a microbatch, by name, each copied when it is read. ``host``: as they were read."""
+
+    def __init__(self, host: Mapping[str, torch.Tensor], copies: Copies) -> None:
+        self.host, self._copies = host, copies
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a copy on the GPU."""
+        return self._copies.copy(self.host[name])
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a tensor of this name, without a copy."""
+        return name in self.host
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate the names."""
+        return iter(self.host)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.host)
+
+
+class Placement:
+    """Gives a rank the tensors of its microbatches on its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = Copies(device) if device.type == "cuda" else None
+
+    def of(self, leaves: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors on the device. On a CPU, they are the same tensors."""
+        if self._copies is not None:
+            return LeavesOnGpu(leaves, self._copies)
+        return {name: leaf.to(self._device) for name, leaf in leaves.items()}
+
+
+def on_host(leaves: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a microbatch as they were read."""
+    return leaves.host if isinstance(leaves, LeavesOnGpu) else leaves
