@@ -29,6 +29,8 @@ from autopipe.launch.request import LaunchRequest
 TICK_SECONDS = 0.1
 # how long the other ranks may still report after the first failure: one of them may be the cause
 GRACE_SECONDS = 0.5
+# what NCCL's watchdog thread writes before it aborts the process, and how much of the log's end may contain it
+_NCCL, _TAIL_BYTES = b"ProcessGroupNCCL", 1 << 16
 STACKS_SECONDS = 1.0
 _INSTRUCTION = re.compile(r"(\d+)(?:[FBIWRS]|SF|RF|SB|RB)")
 
@@ -112,7 +114,7 @@ class Supervisor:
                 seen, progress = counts, time.monotonic()
             elif time.monotonic() - progress > self._limit(beats):
                 hang = self._hang(time.monotonic() - progress)
-                if any(state.failed and not (state.error and state.error["secondary"]) for state in self._states):
+                if any(state.failed and not self._is_secondary(state) for state in self._states):
                     raise self._cause()  # a lost host, for example, was detected while the stacks were written
                 raise hang
             self.on_event({"kind": "tick", "ranks": [(beat.doing, beat.waiting) for beat in beats]})
@@ -145,17 +147,33 @@ class Supervisor:
         """Let the other ranks report for a moment; longer if only lost connections have been reported."""
         begin = time.monotonic()
         while not all(state.ended or state.error for state in self._states):
-            only_lost = all(s.error is not None and s.error["secondary"] for s in self._states if s.failed)
+            only_lost = all(self._is_secondary(s) for s in self._states if s.failed)
             if time.monotonic() - begin > (self.ranks.patience_seconds if only_lost else GRACE_SECONDS):
                 return
             self._take(0.02)
 
+    def _is_secondary(self, state: _State) -> bool:
+        """Return whether a failed rank only lost its connection to another.
+
+        If a peer is gone or a timeout expires, the watchdog thread of NCCL aborts the process, with its reason in the
+        log.
+        """
+        if state.error is not None:
+            return bool(state.error["secondary"])
+        if state.lost is not None or state.code != -signal.SIGABRT:
+            return False
+        log = self.run.log(state.rank)
+        if not log.is_file():
+            return False
+        with log.open("rb") as file:
+            file.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
+            return _NCCL in file.read()
+
     def _cause(self) -> WorkerError:
         """Return the first failure: an error of a rank itself, or its death; else the first lost connection."""
-        own = [(s.error["time_ns"], s) for s in self._states if s.error and not s.error["secondary"]]
-        died = [(s.ended_ns, s) for s in self._states if s.ended and not s.done and s.error is None]
-        lost = [(s.error["time_ns"], s) for s in self._states if s.error]
-        _, state = min(own + died or lost, key=lambda entry: (entry[0], entry[1].rank))
+        failed = [(s.error["time_ns"] if s.error else s.ended_ns, s) for s in self._states if s.failed]
+        causes = [entry for entry in failed if not self._is_secondary(entry[1])]
+        _, state = min(causes or failed, key=lambda entry: (entry[0], entry[1].rank))
         host = self.ranks.hosts[state.rank]
         log = self._log(state.rank)
         if state.error is not None:

@@ -10,10 +10,11 @@ between the two plain loops, and reported separately.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ Gradients = dict[tuple[int, str], torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Trained:
-    """The results of a run."""
+    """The results of a run, in host memory: a GPU has room for one run at a time."""
 
     # by (step, name)
     gradients: Gradients = field(default_factory=dict)
@@ -87,15 +88,29 @@ class _Trained:
     def keep(self, step: int, parameters: Mapping[str, Any]) -> None:
         """Store the gradients of a step, and the weights before the second step."""
         for name, parameter in parameters.items():
-            self.gradients[step, name] = None if parameter.grad is None else parameter.grad.detach().clone()
+            self.gradients[step, name] = None if parameter.grad is None else _copy(parameter.grad)
             if step == 1:
-                self.after_first[name] = parameter.detach().clone()
+                self.after_first[name] = _copy(parameter)
 
     def finish(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], losses: Any) -> _Trained:
         """Store the results at the end."""
-        self.parameters, self.buffers, self.losses = parameters, buffers, tuple(losses)
-        self.after_first = self.after_first or parameters
+        self.parameters = {name: tensor.detach().cpu() for name, tensor in parameters.items()}
+        self.buffers = {name: tensor.detach().cpu() for name, tensor in buffers.items()}
+        self.losses = tuple(losses)
+        self.after_first = self.after_first or self.parameters
         return self
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory."""
+    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+
+
+def _release(device: torch.device) -> None:
+    """Return the memory of a finished run to the GPU, for the next run."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _fresh(items: Sequence[Any]) -> Iterator[Any]:
@@ -123,14 +138,22 @@ class _Plain:
             self.workload,
             _fresh(self.items),
             replace(self.settings, **changes),
-            device=torch.device(self.job.device),
+            device=self.device,
             subject=subject,
             on_gradients=trained.keep,
         )
         parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
         moving = self.context.graph.moving
         parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
-        return trained.finish(parameters, run.subject.buffers(), run.losses)
+        trained.finish(parameters, run.subject.buffers(), run.losses)
+        del parameters, run, subject
+        _release(self.device)
+        return trained
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the runs."""
+        return torch.device(self.job.device)
 
     def in_order(self, order: SumOrder, **changes: Any) -> _Trained:
         """Train once in the order of a plan: the user's model, or its stages joined if they share parameters."""
@@ -139,8 +162,7 @@ class _Plain:
 
     def joined(self, *, shared: bool) -> JoinedStages:
         """Return the stages joined in one process."""
-        device = torch.device(self.job.device)
-        return JoinedStages(self.run, self.context, self.workload, device, shared=shared)
+        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared)
 
 
 def compare(
@@ -163,7 +185,7 @@ def compare(
     torch.set_num_threads(job.threads)
     try:
         trained, shares = _in_stages(loop)  # first: the ranks determine the shares of batches of other shapes
-        loop = replace(loop, settings=replace(settings, shares=shares))
+        loop = replace(loop, settings=replace(settings, shares=shares.__getitem__))
         plain = loop.train()
         orders = _Orders()
         reference = plain
@@ -249,8 +271,8 @@ def _joined_difference(loop: _Plain, plain: _Trained) -> str:
     return "the stages of the model, joined in one process, round differently" if unlike else ""
 
 
-def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], Sequence[float]]]:
-    """Train in stages, with ranks as threads. Return the results, and the shares of the parts of a minibatch."""
+def _in_stages(loop: _Plain) -> tuple[_Trained, list[tuple[float, ...]]]:
+    """Train in stages, with ranks as threads. Return the results, and the shares of the parts of each minibatch."""
     trained = _Trained()
     sessions = run_in_threads(
         loop.run,
@@ -263,7 +285,11 @@ def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], S
     tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
     losses = sessions[0].executor.stepper.losses
     trained.finish(tensors, tensors, [losses[step] for step in sorted(losses)])
-    return trained, lambda item, parts: sessions[0].shares(item, parts).factors
+    parts = [loop.workload.split(item, loop.settings.num_microbatches) for item in _fresh(loop.items)]
+    shares = [sessions[0].shares(item, part).factors for item, part in zip(loop.items, parts, strict=True)]
+    del sessions, tensors
+    _release(loop.device)
+    return trained, shares
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

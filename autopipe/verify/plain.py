@@ -94,8 +94,8 @@ class PlainSettings:
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # the order of sums of a plan; None: that of one process
     order: SumOrder | None = None
-    # (minibatch, parts) -> the share of each part; None: its share of the samples
-    shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
+    # step -> the share of each part of its minibatch; None: its share of the samples
+    shares: Callable[[int], Sequence[float]] | None = None
     # decay of averaged weights; 0: no averages
     ema: float = 0.0
 
@@ -292,7 +292,7 @@ def _minibatch(
         total = sum(workload.num_samples(part) for part in parts)
         factors: Sequence[float] = [workload.num_samples(part) / total for part in parts]
     else:
-        factors = settings.shares(item, parts)
+        factors = settings.shares(step)
     shares: list[float] = []
     weights: list[float] = []
     for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):

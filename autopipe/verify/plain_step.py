@@ -122,7 +122,7 @@ def _plain(
     """Take the step with a new model, optimizer and scheduler, in the plan's order of sums."""
     workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
-    settings = replace(settings, shares=lambda item, parts: factors)
+    settings = replace(settings, shares=lambda step: factors)
     # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
     subject = JoinedStages(run, context, workload, device, shared=False) if shared else Subject(workload, device)

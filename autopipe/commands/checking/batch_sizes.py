@@ -90,13 +90,13 @@ def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[t
     return tuple(sizes), ""
 
 
-def refusal(prepared: Prepared, item: Any) -> RunError | None:
+def refusal(prepared: Prepared, item: Any, device: str) -> RunError | None:
     """Return the error for a minibatch with a microbatch that the model does not accept; None if it accepts all.
 
     The remedy names a number of microbatches that was tried and works.
     """
     plan, workload = prepared.plan, prepared.workload
-    model = PlainModel(workload, prepared.profile.device.kind)
+    model = PlainModel(workload, device)
     refused = model.refuses(item, plan.num_microbatches)
     if refused is None:
         return None

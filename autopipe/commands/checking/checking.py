@@ -6,13 +6,14 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
+from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
@@ -65,17 +66,44 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
-        result = _compare(
+        compared = _compare(
             prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm, ema=settings.plan.ema or 0.0
         )
+        result = compared.comparison
+        if result is None:
+            raise hidden or RunError(compared.note)
         unproven = explain(repeating.finish()) if repeating.begun else ""
-        prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
+        prepared = replace(prepared, warnings=(*prepared.warnings, *filter(None, [unproven, compared.note])))
         cause = hidden or (None if result.equal or result.nonfinite else unequal(result, prepared))
         full = compared_with_the_whole(prepared, step=settings.full_batch)
         return replace(_report(result, prepared, cause), full_batch=full)
 
 
-def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The result of a comparison, or the reason why it was left out."""
+
+    # None: it does not fit into memory
+    comparison: Comparison | None
+    # why it ran on another device than that of the ranks, or was left out; else ""
+    note: str = ""
+
+
+def _compare(prepared: Prepared, steps: int, **options: Any) -> Compared:
+    """Compare on the device on which it fits; see ``fitting``."""
+    place = place_of(prepared, need_of(prepared, steps))
+    if not place.device:
+        return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
+    try:
+        return Compared(_compare_at(place, prepared, steps, **options), place.why)
+    except Exception as error:
+        reason = out_of_memory(error, place.device)
+        if not reason:
+            raise
+        return Compared(None, not_checked(reason, prepared))
+
+
+def _compare_at(place: Place, prepared: Prepared, steps: int, **options: Any) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty epoch raises
@@ -88,8 +116,8 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
         steps=len(items),
         epochs=0,
         batch_size=plan.batch_size,
-        device=prepared.profile.device.kind,
-        threads=prepared.profile.device.threads,
+        device=place.device,
+        threads=place.threads,
         save=False,
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
@@ -98,14 +126,16 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     )
     try:
         result = _compared(prepared, job, items)
-    except Exception:
-        refused = refusal(prepared, full)
+    except Exception as error:
+        if out_of_memory(error, place.device):
+            raise
+        refused = refusal(prepared, full, place.device)
         if refused is not None:
             raise refused from None
-        if not _refuses(prepared, items[-1]):
+        if not _refuses(prepared, items[-1], place.device):
             raise
     else:
-        if not result.nonfinite or not _refuses(prepared, items[-1]):
+        if not result.nonfinite or not _refuses(prepared, items[-1], place.device):
             return result
     # the model rejects the smaller minibatch, which training does not need: compare without it
     return _compared(prepared, job, [*items[:-1], full])
@@ -118,9 +148,9 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
         return compare(prepared.workload, run, job, RunContext.of(prepared.plan, prepared.graph), items, draws=draws)
 
 
-def _refuses(prepared: Prepared, item: Any) -> bool:
+def _refuses(prepared: Prepared, item: Any, device: str) -> bool:
     """Return whether the unmodified model rejects a microbatch of a minibatch."""
-    model = PlainModel(prepared.workload, prepared.profile.device.kind)
+    model = PlainModel(prepared.workload, device)
     return model.refuses(item, prepared.plan.num_microbatches) is not None
 
 
@@ -136,6 +166,8 @@ def _leaves_one(prepared: Prepared, samples: int) -> bool:
 def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
     """Compare the first steps of a new plan with plain training, once per plan, and probe its optimizer.
 
+    A comparison that does not fit into memory is left out, with a note; the next run tries again.
+
     Raises: RunError with the cause if they are not equal, or prove nothing.
     """
     marker = settings.plan.work_dir / "checked"
@@ -148,7 +180,12 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     hidden = hidden_cause(prepared)
     if hidden is not None:
         raise hidden
-    result = _compare(prepared, _FIRST_STEPS, **options)
+    compared = _compare(prepared, _FIRST_STEPS, **options)
+    if compared.note:
+        events("note", {"text": compared.note})
+    result = compared.comparison
+    if result is None:
+        return
     if result.nonfinite:
         if settings.on_nonfinite == "stop":
             raise RunError(

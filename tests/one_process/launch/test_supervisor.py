@@ -214,3 +214,13 @@ def test_steps_without_a_prediction_may_take_longer(tmp_path: Path) -> None:
     observer = Supervisor(default, Played([]))
     assert observer._limit(building) == 300.0
     assert observer._limit(computing) == 60.0
+
+
+@pytest.mark.parametrize(("log", "blamed"), [("[rank1]: ProcessGroupNCCL's watchdog got stuck", 0), ("abort()", 1)])
+def test_a_rank_that_nccl_aborted_only_lost_its_connection(log: str, blamed: int, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text(log)
+    ranks = Played([[exited(1, 1, -6)], [error(0, 2)]], patience_seconds=0.2)
+    with pytest.raises(WorkerError) as failed:
+        Supervisor(request(tmp_path), ranks).watch()
+    assert failed.value.rank == blamed
