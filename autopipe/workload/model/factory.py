@@ -37,7 +37,7 @@ class ModelFactory:
 
         """
         without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
-        with seeded(self._seed), without, ZeroedMemory() as memory:
+        with seeded(self._seed), without, ZeroedMemory(untouched=empty) as memory:
             model = self.builder.build()
             uninitialized = memory.note(model)
             self.forward_names = forward_names(model)

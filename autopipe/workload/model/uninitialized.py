@@ -8,10 +8,12 @@ drawn for it, and initialized tensors do not change.
 from __future__ import annotations
 
 import functools
+import mmap
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _EMPTY = {
@@ -22,6 +24,8 @@ _EMPTY = {
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }
+
+_PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process may have only so many mappings
 
 
 @functools.cache
@@ -35,12 +39,17 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 class ZeroedMemory(TorchDispatchMode):
-    """Fills uninitialized memory that this thread allocates with zeros, within ``with``."""
+    """Fills uninitialized memory that this thread allocates with zeros, within ``with``.
 
-    def __init__(self) -> None:
+    ``untouched``: use memory that the system provides with zeros at its first use. A tensor that is dropped before it
+    is written, such as a parameter in a build without memory for the parameters, then takes no memory and no time.
+    """
+
+    def __init__(self, *, untouched: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        # references keep the addresses in use; a storage is released at its first write
-        self._unwritten: dict[int, torch.UntypedStorage] = {}
+        self._untouched = untouched
+        # weak references: the memory of a dropped tensor is freed, and the key is not used again
+        self._unwritten: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,10 +58,12 @@ class ZeroedMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket in _EMPTY:
             if type(result) is torch.Tensor and result.layout is torch.strided and result.numel():
-                if not result.is_meta:
+                if self._untouched and result.device.type == "cpu" and result.nbytes >= _PAGES_FROM:
+                    _place_in_new_pages(result)
+                elif not result.is_meta:
                     result.zero_()
                 storage = result.untyped_storage()
-                self._unwritten[storage._cdata] = storage
+                self._unwritten[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             return result
         for position, name in _written(func):
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
@@ -78,3 +89,10 @@ class ZeroedMemory(TorchDispatchMode):
             f"{names[0]}{others}: never initialized by the model: it starts from zeros here, and from whatever memory "
             "holds in a plain script; initialize it in build_model, or load weights"
         )
+
+
+def _place_in_new_pages(tensor: torch.Tensor) -> None:
+    """Give a new tensor memory that was never written, which contains zeros."""
+    pages = mmap.mmap(-1, tensor.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

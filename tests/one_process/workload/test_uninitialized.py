@@ -78,3 +78,45 @@ def test_initialized_models_have_no_note() -> None:
         layers = nn.LSTM(4, 4), nn.Embedding(4, 4), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2), nn.PReLU()
         model = nn.ModuleList([*layers, nn.TransformerEncoderLayer(8, 2)])
         assert memory.note(model) == ""
+
+
+LARGE = """
+import psutil
+import torch
+from torch import nn
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4096, 4096))  # 64 MiB
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("table", torch.empty(4096, 64))  # 1 MiB
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        before = resident()
+        self.layers = nn.ModuleList(Layer() for _ in range(16))
+        self.grown = resident() - before
+        self.half = self.layers[0].table + 0.5
+
+    def forward(self, x):
+        return x
+
+def build_model():
+    return Net()
+"""
+
+
+def test_an_empty_build_takes_no_memory_for_the_parameters(tmp_path):
+    (tmp_path / "large.py").write_text(LARGE)
+    workload = load_workload(LoadOptions(str(tmp_path / "large.py")))
+    model = workload.build_model(empty=True)
+    assert model.layers[15].weight.is_meta
+    assert model.grown < 64 << 20  # of 1 GiB
+    assert not model.layers[3].table.any(), "memory that was never written contains zeros"
+    assert (model.half == 0.5).all()
+    assert "scale" not in "".join(workload.build_notes)
