@@ -37,6 +37,14 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def in_flops(count: float) -> str:
+    """Return a number of floating-point operations: ``1.65 TFLOP``."""
+    for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if count >= factor:
+            return f"{_three(count / factor)} {unit}"
+    return f"{count:.0f} FLOP"
+
+
 def in_short_bytes(count: float, digits: int = 3) -> str:
     """Return a size of at least 0 without trailing zeros, in KiB or larger units: ``1.5 GiB``, ``12 MiB``."""
     if count >= 1000 * GIB:

@@ -33,6 +33,8 @@ def profile(result: ProfileResult) -> dict[str, Any]:
 
     Costs are sums over the nodes. ``workspace_bytes``, which a node frees again, is the maximum over the nodes.
     """
+    from autopipe.report import rates
+
     profile = result.profile
     return {
         "path": result.path,
@@ -50,6 +52,9 @@ def profile(result: ProfileResult) -> dict[str, Any]:
                 "saved_bytes": sum(cost.saved_bytes for cost in m.costs.values()),
                 "workspace_bytes": max((cost.workspace_bytes for cost in m.costs.values()), default=0),
                 "flops": sum(work.forward.flops + work.backward.flops for work in m.work.values()),
+                "model_flops": m.model_flops,
+                "flops_per_second": rates.of_measurement(profile, m)[0],
+                "mfu": rates.of_measurement(profile, m)[1],
                 "spread": m.spread,
             }
             for m in profile.measurements
@@ -77,6 +82,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
                 "last": stage.last,
                 "modules": stage.modules,
                 "seconds": stage.seconds,
+                "flops": stage.flops,
                 "peak_bytes": stage.peak_bytes,
                 "parameters": stage.parameters,
                 "recompute": stage.recompute,

@@ -45,6 +45,7 @@ class Stage:
     recompute_seconds: float = 0.0  # of what runs again, per microbatch
     buffers: tuple[str, ...] = ()  # as ``parameters``
     modules: str = ""  # the names of its modules (``ir.module_names``), or "" if no call is in a module
+    flops: int = 0  # ``NodeWork.model_flops`` of its nodes, per microbatch; 0 if the profile does not have them
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) < len(self.ranks) or min(self.ranks) < 0:
@@ -62,6 +63,8 @@ class Stage:
             raise ValueError(
                 f"stage {self.index}: recompute must be one of {', '.join(RECOMPUTE_MODES)}, and is {self.recompute!r}"
             )
+        if self.flops < 0:
+            raise ValueError(f"stage {self.index}: flops must be at least 0, and is {self.flops}")
         edges = [self.start, *(position for unit in self.units for position in unit), self.stop]
         if bool(self.units) != (self.recompute == "block") or edges != sorted(edges):
             raise ValueError(
@@ -233,6 +236,11 @@ class Plan:
         stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute, s.units) for s in self.stages]
         order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
         return digest((self.graph_digest, stages, self.ties, *order))
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of training on one sample; 0 if the profile does not have them."""
+        return sum(stage.flops for stage in self.stages) / self.microbatch_size
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:

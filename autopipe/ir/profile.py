@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from autopipe.ir.graph import Graph
@@ -74,10 +75,14 @@ class PassWork:
     flops: int = 0  # floating-point operations of matrix products, convolutions and attention
     matrix_bytes: int = 0  # bytes that these read and write
     other_bytes: int = 0  # bytes that all other operations read and write
+    repeated_flops: int = 0  # of ``flops``, those with which the backward of a fused attention repeats its forward
+    kernels: int = 0  # operations that compute or move anything, each at least one kernel
 
     def __post_init__(self) -> None:
-        if min(self.flops, self.matrix_bytes, self.other_bytes) < 0:
+        if min(self.flops, self.matrix_bytes, self.other_bytes, self.repeated_flops, self.kernels) < 0:
             raise ValueError(f"operations and bytes must be at least 0: {self}")
+        if self.repeated_flops > self.flops:
+            raise ValueError(f"repeated_flops are a part of flops: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,11 @@ class NodeWork:
 
     forward: PassWork = PassWork()
     backward: PassWork = PassWork()
+
+    @property
+    def model_flops(self) -> int:
+        """Floating-point operations that training needs, however it computes them: without repeated ones."""
+        return self.forward.flops + self.backward.flops - self.forward.repeated_flops - self.backward.repeated_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,11 @@ class Measurement:
                 f"the microbatch size must be at least 1 and the spread at least 0, and are {self.microbatch_size} and "
                 f"{self.spread}"
             )
+
+    @property
+    def model_flops(self) -> int:
+        """Floating-point operations of a forward and a backward; see ``NodeWork.model_flops``."""
+        return sum(work.model_flops for work in self.work.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +193,7 @@ class Profile:
         return sum(spec.num_bytes({}) for spec in self.graph.parameters.values() if spec.requires_grad)
 
     def at(self, microbatch_size: int) -> Measurement:
-        """Return the costs at a microbatch size: measured, or interpolated between the two nearest measured sizes.
-
-        An interpolated measurement has no ``work``.
-        """
+        """Return the costs at a microbatch size: measured, or interpolated between the two nearest measured sizes."""
         exact = [m for m in self.measurements if m.microbatch_size == microbatch_size]
         if exact:
             return exact[0]
@@ -204,4 +216,22 @@ class Profile:
                 round(along(a.saved_bytes, b.saved_bytes)),
                 round(along(a.workspace_bytes, b.workspace_bytes)),
             )
-        return Measurement(microbatch_size, costs, max(low.spread, high.spread), low.keepers)
+        work = {}
+        for name in low.work.keys() & high.work.keys():
+            ours, theirs = low.work[name], high.work[name]
+            work[name] = NodeWork(
+                _between(ours.forward, theirs.forward, along), _between(ours.backward, theirs.backward, along)
+            )
+        return Measurement(microbatch_size, costs, max(low.spread, high.spread), low.keepers, work)
+
+
+def _between(low: PassWork, high: PassWork, along: Callable[[float, float], float]) -> PassWork:
+    """Return the work at a size between two others. ``along``: interpolates a number."""
+    flops = round(along(low.flops, high.flops))
+    return PassWork(
+        flops,
+        round(along(low.matrix_bytes, high.matrix_bytes)),
+        round(along(low.other_bytes, high.other_bytes)),
+        min(round(along(low.repeated_flops, high.repeated_flops)), flops),
+        max(low.kernels, high.kernels),
+    )

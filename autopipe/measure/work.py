@@ -67,12 +67,12 @@ class WorkCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._flops = self._matrix_bytes = self._other_bytes = 0
+        self._flops = self._matrix_bytes = self._other_bytes = self._repeated_flops = self._kernels = 0
 
     @property
     def counted(self) -> PassWork:
         """The work so far."""
-        return PassWork(self._flops, self._matrix_bytes, self._other_bytes)
+        return PassWork(self._flops, self._matrix_bytes, self._other_bytes, self._repeated_flops, self._kernels)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,6 +85,8 @@ class WorkCounter(TorchDispatchMode):
         flops = _flops_of(func, name, args, kwargs or {}, result)
         moved = _bytes_of(name, args, kwargs or {}, result)
         self._flops += flops
+        self._repeated_flops += _repeated(name, args)
+        self._kernels += 1
         if flops:
             self._matrix_bytes += moved
         else:
@@ -97,6 +99,17 @@ def _flops_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return _OWN[name](*args, **kwargs)
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _repeated(name: str, args: tuple[Any, ...]) -> int:
+    """Return the operations of an attention backward that compute the products of queries and keys again.
+
+    A fused attention does not keep them. ``sdpa_backward_flop_count`` counts them as one of five products.
+    """
+    if not (name.startswith("_scaled_dot_product_") and name.endswith("_backward")):
+        return 0
+    query, key = args[1], args[2]
+    return 2 * int(query.numel()) * int(key.shape[-2])
 
 
 def _bytes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

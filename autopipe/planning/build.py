@@ -133,7 +133,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
 
 
 def _stage(problem: Problem, index: int, choice: StageChoice, state: State, terms: StageTerms) -> Stage:
-    graph, costs = problem.profile.graph, problem.measurement.costs
+    graph, costs, work = problem.profile.graph, problem.measurement.costs, problem.measurement.work
     last = choice.stop == len(graph.nodes)
     nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())
     speed = problem.cluster.speed_of(choice.ranks)
@@ -159,6 +159,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, term
         recompute_seconds=(forward if recompute == "stage" else again) / speed,
         buffers=state[1],
         modules=stage_modules(graph, choice.start, choice.stop),
+        flops=sum(work[node.name].model_flops for node in graph.nodes[choice.start : choice.stop] if node.name in work),
     )
 
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from autopipe.ir.profile import PassWork, Profile
-from autopipe.units import in_bytes
+from autopipe.units import in_bytes, in_flops
 
 
 def profile(profile: Profile) -> tuple[Any, ...]:
@@ -34,14 +34,6 @@ def profile(profile: Profile) -> tuple[Any, ...]:
     state = profile.optimizer_bytes_per_byte * profile.trained_bytes
     every = sum(spec.num_bytes({}) for spec in profile.graph.parameters.values())
     return table, f"{in_bytes(every)} of parameters; the optimizer keeps {in_bytes(state)}"
-
-
-def in_flops(count: int) -> str:
-    """Return a number of floating-point operations: ``1.65 TFLOP``."""
-    for factor, unit in ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} FLOP"
 
 
 def _moved(work: PassWork) -> int:

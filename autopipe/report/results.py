@@ -219,6 +219,8 @@ class TrainResult:
     audits: tuple[AuditReport, ...] = ()  # in order of completion
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
     modules: tuple[str, ...] = ()  # by stage, the names of its modules
+    device_flops_per_second: float = 0.0  # model FLOP/s of one rank, on average; 0 if the profile has no operations
+    mfu: float | None = None  # relative to the peak of its datasheet; see ``planning.cost.datasheets.utilization``
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
+from autopipe.report import rates
 from autopipe.report.remaining import time_to_go
 from autopipe.report.text import in_ranges
 from autopipe.units import in_bytes, in_seconds
@@ -53,6 +54,8 @@ def profile_table(profile: Profile) -> Table:
         "kept for backward",
         "workspace",
         "spread",
+        "operations",
+        "rate",
         left=0,
     )
     for measurement in profile.measurements:
@@ -65,6 +68,7 @@ def profile_table(profile: Profile) -> Table:
             in_bytes(sum(cost.saved_bytes for cost in costs)),
             in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
             f"{measurement.spread:.1%}",
+            *rates.cells(profile, measurement),
         )
     return table
 
@@ -314,7 +318,7 @@ def training(result: TrainResult) -> str:
         f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
         f"({counted(result.stages, 'stage')}, "
         f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
-        f"{result.samples_per_second:.1f} samples/s{_of_predicted(result)}\n"
+        f"{result.samples_per_second:.1f} samples/s{_of_predicted(result)}{rates.of_run(result)}\n"
         f"checkpoint: {result.checkpoint or 'none'}"
     )
 

@@ -34,6 +34,8 @@ from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous
+from autopipe.planning.clusters import precision_of
+from autopipe.planning.cost.datasheets import utilization
 from autopipe.report.results import TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -230,6 +232,8 @@ def _launch(
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_ranks)
     seconds = max(listener.ended - listener.started, 0.0)
+    rate = listener.samples * plan.flops_per_sample / seconds / plan.num_ranks if seconds else 0.0
+    profile = attempts.prepared.profile
     return TrainResult(
         losses=tuple(listener.losses[step] for step in sorted(listener.losses)),
         steps=len(listener.losses),
@@ -249,6 +253,8 @@ def _launch(
         peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
         audits=tuple(listener.audits),
         modules=tuple(stage.modules for stage in plan.stages),
+        device_flops_per_second=rate,
+        mfu=utilization(rate, profile.device.name, precision_of(profile)) if rate else None,
     )
 
 

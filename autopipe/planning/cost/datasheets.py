@@ -112,6 +112,26 @@ def recognized(device: str) -> Datasheet | None:
     return matching[0] if matching else None
 
 
+def utilization(flops_per_second: float, device: str, precision: str) -> float | None:
+    """Return the model FLOPs utilization (MFU) of a device; None if the device has no datasheet or not the precision.
+
+    MFU is the rate at which training does the operations that the model needs, relative to the peak rate of the device
+    (Chowdhery et al.: PaLM, arXiv:2204.02311, appendix B). Those are the matrix products, convolutions and attention of
+    one forward and one backward (``NodeWork.model_flops``). Recompute, and the products that a fused attention repeats
+    in its backward, take time and do not count. PaLM takes 6 operations per token and parameter, and 12 per token,
+    layer, token of the context and width for attention; here they are counted from the shapes, so that embeddings,
+    which are looked up, count 0, and frozen parameters have no gradient. Causal attention counts all pairs, as there.
+
+    ``flops_per_second``: of one device. ``device``: its name from the driver. ``precision``: of the matrix products.
+    The peak is dense, and for fp32 without TF32.
+    """
+    try:
+        sheet = recognized(device)
+        return None if sheet is None else flops_per_second / sheet.peak(precision)
+    except PlanError:  # the name is ambiguous, or it has no bf16
+        return None
+
+
 def relative_speed(profiled: str, target: str, precision: str) -> Speed:
     """Return the speed of ``target`` relative to ``profiled``. Raises: PlanError for unknown names or precisions."""
     a, b = datasheet(profiled), datasheet(target)

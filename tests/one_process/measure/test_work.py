@@ -24,7 +24,7 @@ def counts(function, *inputs):
 def test_a_linear_layer_multiplies_once_forward_and_twice_backward():
     layer, x = nn.Linear(64, 32), torch.randn(128, 64, requires_grad=True)
     forward, backward = counts(layer, x)
-    assert forward == PassWork(2 * 128 * 64 * 32, FLOAT * (128 * 64 + 64 * 32 + 32 + 128 * 32), 0)
+    assert forward == PassWork(2 * 128 * 64 * 32, FLOAT * (128 * 64 + 64 * 32 + 32 + 128 * 32), 0, kernels=1)
     assert backward.flops == 2 * forward.flops
 
 
@@ -35,6 +35,7 @@ def test_attention_is_counted_for_every_kernel(causal):
     product = 2 * 2 * 4 * 128 * 128 * 32
     assert forward.flops == 2 * product
     assert backward.flops == 5 * product  # four products, and one recomputed
+    assert (forward.repeated_flops, backward.repeated_flops) == (0, product)
 
 
 def test_recurrent_layers_are_counted():
@@ -59,14 +60,14 @@ def test_views_move_nothing_and_elementwise_operations_their_operands():
     assert views.counted == PassWork()
     with WorkCounter() as added:
         x + x.detach().expand(3, 100)
-    assert added.counted == PassWork(0, 0, FLOAT * (100 + 100 + 300))
+    assert added.counted == PassWork(0, 0, FLOAT * (100 + 100 + 300), kernels=1)
 
 
 def test_a_lookup_reads_the_rows_that_it_returns():
     table, rows = nn.Embedding(100_000, 8), torch.arange(5)
     with WorkCounter() as looked_up:
         table(rows)
-    assert looked_up.counted == PassWork(0, 0, 2 * FLOAT * 5 * 8 + 8 * 5)
+    assert looked_up.counted == PassWork(0, 0, 2 * FLOAT * 5 * 8 + 8 * 5, kernels=1)
 
 
 def test_a_transformer_layer_has_the_operations_of_its_formula():

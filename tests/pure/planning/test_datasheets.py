@@ -5,7 +5,14 @@ import math
 import pytest
 
 from autopipe.errors import PlanError
-from autopipe.planning.cost.datasheets import DATASHEETS, datasheet, device_like, recognized, relative_speed
+from autopipe.planning.cost.datasheets import (
+    DATASHEETS,
+    datasheet,
+    device_like,
+    recognized,
+    relative_speed,
+    utilization,
+)
 
 
 def test_every_device_has_a_source_and_a_unique_name():
@@ -46,3 +53,10 @@ def test_the_datasheet_of_a_driver_name_is_recognized():
     assert recognized("Intel Xeon") is None
     with pytest.raises(PlanError, match="'NVIDIA A100', which may be A100-40GB or A100-80GB"):
         recognized("NVIDIA A100")
+
+
+def test_utilization_is_relative_to_the_peak_of_the_precision():
+    assert utilization(395.8e12, "NVIDIA H100 80GB HBM3", "bf16") == pytest.approx(0.4)
+    assert utilization(33.5e12, "NVIDIA H100 80GB HBM3", "fp32") == pytest.approx(0.5)
+    assert utilization(1e12, "AMD EPYC 7B12", "fp32") is None
+    assert utilization(1e12, "Tesla V100-SXM2-16GB", "bf16") is None
