@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all coverage test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo chaos test test-all coverage test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -97,6 +97,9 @@ bench-memory: $(READY) ## planned against measured peak bytes of each stage, eve
 
 bench-restarts: $(READY) ## from kill -9 of a rank to the first step of the next attempt
 	$(BIN)/python benchmarks/restarts.py
+
+bench-control: $(READY) ## rendezvous and supervisor of 64 and 512 ranks
+	$(BIN)/python benchmarks/control_plane.py
 
 bench-checkpoints: $(READY) ## what a checkpoint costs: against the disk's plain rate, and at every step of a training
 	$(BIN)/python benchmarks/checkpoints.py

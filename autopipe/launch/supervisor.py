@@ -98,12 +98,16 @@ class Supervisor:
         Raises: WorkerError for the first failure. The caller ends the remaining ranks.
         """
         progress = time.monotonic()
+        looked = 0.0
         seen: list[int] = []
         while not all(state.done and state.ended for state in self._states):
             self._take(TICK_SECONDS)
             if any(state.failed for state in self._states):
                 self._await_others()
                 raise self._cause()
+            if time.monotonic() - looked < TICK_SECONDS:  # events arrive more often
+                continue
+            looked = time.monotonic()
             beats = self.ranks.beats()
             if self.stop is not None and self.stop.signal_name:
                 if self._agreement.proposed < 0:

@@ -117,6 +117,10 @@ class ForkedRanks:
         """Return the last heartbeat of every rank of the run; those of other machines are empty."""
         return [self._beats.read(rank) for rank in range(len(self.hosts))]
 
+    def beat(self, rank: int) -> Beat:
+        """Return the last heartbeat of a rank of this machine. Raises: ValueError after ``end``."""
+        return self._beats.read(rank)
+
     def set_stop(self, before: int, agreed: bool) -> None:
         """Show every rank the minibatch before which it stops, and whether that is agreed."""
         self._beats.set_stop(before, agreed)

@@ -84,7 +84,7 @@ class Agent:
 
     def _beat(self) -> None:
         while True:
-            self._host.send_beats()
+            self._host.send_beats(now=False)
             time.sleep(protocol.BEAT_SECONDS)
 
     def _watch_for_silence(self) -> None:

@@ -47,11 +47,20 @@ class Connection(Protocol):
         """Consider the connection lost."""
 
 
+_FEW = 16
+# many hosts send all the time: their messages are read in batches, no more often than this
+BATCH_SECONDS = 0.05
+
+
 class Connections:
     """The connections to some hosts."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.all = connections
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Any, tuple[int, int]] = {}  # what the selector waits for: its events, and the connection
+        self._descriptors: dict[Any, int] = {}  # of these; something that is closed does not know its own
+        self._selected = 0.0  # when the selector returned last
         self._reported: set[int] = set()
         self._pending: list[tuple[int, protocol.Message | Lost]] = []
 
@@ -68,23 +77,50 @@ class Connections:
         pending, self._pending = self._pending, []
         yield from pending
         present = [(index, self.all[index]) for index in self.present]
-        with selectors.DefaultSelector() as selector:
-            for thing in also:
-                selector.register(thing, selectors.EVENT_READ)
-            for _, connection in present:
-                for thing in connection.readable():
-                    selector.register(thing, selectors.EVENT_READ)
-                for thing in connection.writable():
-                    selector.register(thing, selectors.EVENT_WRITE)
-            if selector.get_map():
-                selector.select(0 if pending else timeout)
+        silent = self._watch(present, also)
+        ready = self._select(0 if pending else timeout, len(present)) | silent
         for index, connection in present:
-            for message in connection.receive():
-                yield index, message
+            if index in ready:
+                for message in connection.receive():
+                    yield index, message
             lost = connection.lost()
             if lost is not None:
                 self._reported.add(index)
                 yield index, lost
+
+    def _watch(self, present: Sequence[tuple[int, Connection]], also: Sequence[Any]) -> set[int]:
+        """Let the selector wait for what is due now. Returns: the connections that have nothing to wait for."""
+        due: dict[Any, tuple[int, int]] = dict.fromkeys(also, (selectors.EVENT_READ, -1))
+        silent = set()
+        for index, connection in present:
+            readable, writable = connection.readable(), connection.writable()
+            due.update((thing, (selectors.EVENT_READ, index)) for thing in readable)
+            due.update((thing, (selectors.EVENT_WRITE, index)) for thing in writable)
+            if not readable and not writable:
+                silent.add(index)
+        if due != self._watched:
+            # the closed ones first: a new one may have the descriptor of a closed one
+            for thing in [thing for thing, entry in self._watched.items() if due.get(thing) != entry]:
+                self._selector.unregister(self._descriptors.pop(thing))
+                del self._watched[thing]
+            for thing, (events, index) in due.items():
+                if thing not in self._watched:
+                    self._descriptors[thing] = self._selector.register(thing, events, index).fd
+                    self._watched[thing] = events, index
+        return silent
+
+    def _select(self, timeout: float, num_present: int) -> set[int]:
+        """Wait until something is ready. Returns: the connections that are."""
+        if not self._watched:
+            return set()
+        if num_present > _FEW and timeout > 0:
+            pause = min(timeout, BATCH_SECONDS - (time.monotonic() - self._selected))
+            if pause > 0:
+                time.sleep(pause)
+                timeout -= pause
+        ready = {key.data for key, _ in self._selector.select(timeout)}
+        self._selected = time.monotonic()
+        return ready
 
     def keep(self, index: int, message: protocol.Message | Lost) -> None:
         """Return a message again from the next ``receive``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import resource
 import socket
 
 import psutil
@@ -15,7 +16,7 @@ import psutil
 from autopipe.errors import RunError
 
 _DISCARD_PORT = 9  # no packet is sent: connecting a datagram socket only selects the route
-_BACKLOG = 128
+_BACKLOG = 4096  # the ranks of a large run connect at once; the kernel's net.core.somaxconn may be less
 
 
 def resolve(host: str) -> tuple[int, str]:
@@ -113,6 +114,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
             remedy="stop the program that uses the port, or choose another interface (--interface NAME)",
         ) from None
     return listener
+
+
+def allow_descriptors(count: int) -> None:
+    """Let this process open so many descriptors, or as many as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        permitted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, permitted), hard))
 
 
 def reach(address: str, port: int, seconds: float) -> str:

@@ -89,7 +89,7 @@ def _serve(identity: RankIdentity, stream: MessageStream, host: RankHost, signal
         host.report()
         if time.monotonic() - beaten >= protocol.BEAT_SECONDS and host.waitable():
             beaten = time.monotonic()
-            host.send_beats()
+            host.send_beats(now=False)
         while signals:
             stream.send(protocol.Signaled(host.attempt, signals.pop(0)))
         for message in stream.receive() if stream in ready else ():

@@ -8,7 +8,7 @@ the first message is ``Prepare`` of the watcher, otherwise ``Hello`` of the peer
       Stop        before which minibatch            Event      what a rank reported, or its exit
       WriteStacks                                   Stacks     unusual process states
       End                                           Ended
-                                                    Beats      the last heartbeat of each rank, periodically
+                                                    Beats      the heartbeats of ranks that moved, each second
 
     ssh only: questions before the start          ssh only: their answers
       Prepare     directory, environment            Prepared   versions, memory, addresses
@@ -39,7 +39,8 @@ from autopipe.ir import artifact
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import WorkerSpec
 
-BEAT_SECONDS = 0.25  # between two reports of heartbeats
+BEAT_SECONDS = 0.25  # between two reports of heartbeats, while the ranks agree where to stop
+MOVED_SECONDS = 1.0  # between two reports at other times
 KEEP_ALIVE_SECONDS = 2.0  # between two messages to an agent, at most
 LOST_SECONDS = 6.0  # without a message from an agent, its host is lost
 SILENCE_SECONDS = 15.0  # without a message, an agent considers its host cut off and ends
@@ -120,7 +121,7 @@ class RankBeat:
 
 @dataclass(frozen=True, slots=True)
 class Beats:
-    """The last heartbeat of each rank of the host."""
+    """The last heartbeats of the ranks of the host that have moved since the last message."""
 
     attempt: int
     beats: tuple[RankBeat, ...]
@@ -351,6 +352,8 @@ def decode(line: bytes) -> Message:
         raise ValueError("not a message") from None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or record["kind"] not in _KINDS:
         raise ValueError("not a message")
+    if record["kind"] == "Beats":  # hundreds in a second
+        return _beats(record)
     kind = _KINDS[record["kind"]]
     # another version may add fields: they are ignored, so that the version can be reported
     known = {field.name for field in dataclasses.fields(kind)}
@@ -359,6 +362,21 @@ def decode(line: bytes) -> Message:
     except ArtifactError as error:
         raise ValueError(str(error)) from None
     return message
+
+
+def _beats(record: Mapping[str, Any]) -> Beats:
+    attempt, beats = record.get("attempt"), record.get("beats")  # faster than artifact.decode
+    if type(attempt) is not int or type(beats) is not list or any(type(beat) is not dict for beat in beats):
+        raise ValueError("not a message")
+    rows = [[beat.get(field) for field in _BEAT] for beat in beats]
+    if not all(type(value) in types for row in rows for value, types in zip(row, _BEAT.values(), strict=True)):
+        raise ValueError("not a heartbeat")
+    return Beats(attempt, tuple(RankBeat(*row) for row in rows))
+
+
+_INT = (int,)
+_BEAT = {"rank": _INT, "age": (float, int), "count": _INT, "waiting": (bool,), "doing": (str,)}
+_BEAT |= {"bound": _INT, "stop": _INT}
 
 
 def in_wall_time(event: Mapping[str, Any]) -> dict[str, Any]:

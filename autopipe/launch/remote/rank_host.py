@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.launch.rank.forked import ForkedRanks
+from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.remote import protocol
 
 # a network file system shows a new file to other hosts with a delay
@@ -32,6 +33,8 @@ class RankHost:
         self._ranks: ForkedRanks | None = None
         self._numbers: list[int] = []
         self._beating = threading.Lock()
+        self._beaten = 0.0  # when heartbeats were sent last
+        self._known: dict[int, Beat] = {}  # those that were sent last
         self.attempt = 0
 
     def waitable(self) -> list[Any]:
@@ -55,7 +58,8 @@ class RankHost:
             self._send(protocol.Ended(self.attempt))
 
     def _start(self, start: protocol.Start, listener: socket.socket | None) -> None:
-        self.attempt = start.attempt
+        with self._beating:
+            self.attempt, self._known = start.attempt, {}
         self._numbers = [spec.rank for spec in start.specs]
         if start.job and not _becomes_visible(Path(start.job), start.digest):
             host = socket.gethostname()
@@ -86,19 +90,28 @@ class RankHost:
                 self.send_beats()
             self._send(protocol.Event(self.attempt, protocol.in_wall_time(event)))
 
-    def send_beats(self) -> None:
-        """Send the last heartbeat of each rank."""
-        with self._beating:  # read and sent under one lock: an older heartbeat never follows a newer one
-            self._send(self._beats())
+    def send_beats(self, *, now: bool = True) -> None:
+        """Send the last heartbeats of the ranks that have moved since the last call.
 
-    def _beats(self) -> protocol.Beats:
+        ``now=False``: only if a second has passed, or a stop is being agreed. A message without heartbeats is sent,
+        too: it shows that this host is alive.
+        """
+        with self._beating:  # read and sent under one lock: an older heartbeat never follows a newer one
+            beats = self._beats()
+            agreeing = any(beat.stop >= 0 for beat in beats.values())
+            if not now and not agreeing and time.monotonic() - self._beaten < protocol.MOVED_SECONDS:
+                return
+            self._beaten = time.monotonic()
+            moved = (protocol.RankBeat.of(*entry) for entry in beats.items() if self._known.get(entry[0]) != entry[1])
+            self._send(protocol.Beats(self.attempt, tuple(moved)))
+            self._known = beats
+
+    def _beats(self) -> dict[int, Beat]:
         ranks = self._ranks
         try:
-            beats = ranks.beats() if ranks is not None else []
+            return {rank: ranks.beat(rank) for rank in self._numbers} if ranks is not None else {}
         except ValueError:  # another thread has just ended the ranks, and closed the heartbeats
-            beats = []
-        own = (protocol.RankBeat.of(rank, beats[rank]) for rank in self._numbers if beats)
-        return protocol.Beats(self.attempt, tuple(own))
+            return {}
 
     def end(self) -> None:
         """Kill the ranks."""

@@ -92,7 +92,7 @@ class RemoteRanks:
     def beats(self) -> Sequence[Beat]:
         """Return the last heartbeat of each rank."""
         if self._own is not None:
-            self._beats[0] = self._own.beats()[0]
+            self._beats[0] = self._own.beat(0)
         return self._beats
 
     def set_stop(self, before: int, agreed: bool) -> None:

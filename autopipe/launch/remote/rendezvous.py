@@ -41,6 +41,7 @@ LEAVE_SECONDS = 3.0
 LATE_SECONDS = 10.0
 # the kernel detects a lost host within ten seconds; see launch.remote.stream
 PATIENCE_SECONDS = 12.0
+_OTHER_DESCRIPTORS = 256  # of rank 0's process, besides one for each other process
 _ONE_COMMAND = (
     "start every rank with the same autopipe and by the same command; two jobs on one host need different MASTER_PORTs"
 )
@@ -167,9 +168,7 @@ class Rendezvous:
             if ready.intersection(peer.readable()):
                 peer.receive()  # nothing but the end of the stream is due
         if self._listener in ready:
-            with contextlib.suppress(OSError):
-                stream = MessageStream.over(self._listener.accept()[0])
-                self._pending[stream.fileno()] = stream, time.monotonic()
+            self._accept()
         for descriptor, (stream, since) in list(self._pending.items()):
             if stream in ready:
                 del self._pending[descriptor]
@@ -177,6 +176,16 @@ class Rendezvous:
             elif time.monotonic() - since > protocol.HELLO_SECONDS:
                 del self._pending[descriptor]
                 stream.close()
+
+    def _accept(self) -> None:
+        """Accept all connections that wait."""
+        assert self._listener is not None
+        self._listener.setblocking(False)
+        network.allow_descriptors(self.identity.world_size + _OTHER_DESCRIPTORS)
+        with contextlib.suppress(OSError):
+            while True:
+                stream = MessageStream.over(self._listener.accept()[0])
+                self._pending[stream.fileno()] = stream, time.monotonic()
 
     def _introduce(self, stream: MessageStream) -> None:
         peer = _introduced(stream)
