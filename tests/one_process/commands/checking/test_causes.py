@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from support.commands import stage_label
 
 from autopipe.cli.main import autopipe
 from autopipe.runtime.stage_runner import StageRunner
@@ -83,7 +84,8 @@ def test_a_wrong_forward_is_distinguished_from_a_wrong_step(tmp_path: Path, monk
         assert "the loss of the first step is" in report["cause"]
         line = (tmp_path / "net.py").read_text().splitlines().index("        return self.d(h) + x") + 1
         assert "nearest to the loss that differs is d." in report["cause"]
-        assert f"net.py:{line}" in report["cause"] and "of stage 1 (c, d)" in report["cause"], report["cause"]
+        last = stage_label(tmp_path / ".autopipe", 1)
+        assert f"net.py:{line}" in report["cause"] and f"of {last}" in report["cause"], report["cause"]
     with monkeypatch.context() as patch:
         step = Stepper.step
 
