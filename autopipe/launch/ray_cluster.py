@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import RunError, counted
+from autopipe.launch.forwarding import forwarded
 from autopipe.launch.request import cpus_of_rank
 
 PLACE_SECONDS = 600.0
-# the variables of this process that a rank receives, besides AUTOPIPE_*
-_FORWARDED = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +88,7 @@ class RayRun:
         address = places[order[0]][1]
         port = ray.get(actors[order[0]].free_port.remote(address))
         environments = contracts([places[index][0] for index in order], address, port)
-        passed = {
-            name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith("AUTOPIPE_")
-        }
+        passed = forwarded(os.environ)
         outputs = [
             actors[index]
             .run.options(num_returns="streaming")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import RunError, counted
+from autopipe.launch.rank.numa import bind_to_device
 from autopipe.launch.request import WorkerSpec
 from autopipe.runtime.events import Reporter
 
@@ -26,20 +27,23 @@ _SETTINGS = {
     "TORCH_GLOO_LAZY_INIT": "1",
     # blocks of memory grow in place, which avoids most of the fragmentation
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # the last operations of NCCL, written for torch's analyzer if one of them times out
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-
 
 _QUEUES = 32  # the most that CUDA supports
 
 
-def apply_settings() -> None:
-    """Set the environment of a rank on a GPU, before CUDA starts.
+def apply_settings(logs: Path) -> None:
+    """Set the environment of a rank on a GPU, before CUDA starts. ``logs``: where NCCL's last operations are written.
 
     The user's environment takes precedence, except over the number of hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1,
     a frequent setting for tensor parallelism, makes a pipeline deadlock.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl-rank-"))  # torch appends the rank
     # one queue for each stream: in a shared one, a receive that waits can block the send that its peer waits for
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
 
@@ -60,6 +64,7 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
         )
     index = usable[spec.local_rank % len(usable)]
     torch.cuda.set_device(index)
+    bind_to_device(_pci_address(index))
     reporter.event("device", index=index, others=len(usable) - 1)
     sharing, shared = agree_on_devices(store, spec.world_size, _identity(index))
     permitted = os.environ.get(SHARED_GPU, "")
@@ -92,6 +97,13 @@ def agree_on_devices(store: Any, world_size: int, identity: str) -> tuple[int, b
         store.set("devices/complete", str(store.add("devices/shared", 0)))
     sharing = int(store.get("devices/complete"))
     return sharing, store.add(f"device/{identity}", 0) > 1
+
+
+def _pci_address(index: int) -> str:
+    """Return the address of a GPU as the kernel writes it, "" if torch does not know it."""
+    properties = torch.cuda.get_device_properties(index)
+    parts: list[int] = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    return "" if -1 in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def _identity(index: int) -> str:

@@ -152,7 +152,7 @@ def _connect(
     use_nccl = False
     choose_interface(spec)
     if device.type == "cuda":
-        apply_settings()
+        apply_settings(RunDirectory(Path(spec.run)).log(rank).parent)
     try:
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":

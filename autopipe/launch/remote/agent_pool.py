@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import RunError
+from autopipe.launch.forwarding import forwarded
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.agent_process import AgentProcess
 from autopipe.launch.remote.connections import Connections, Lost
@@ -18,8 +19,6 @@ from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.request import LaunchSettings
 
 _MODULE = ("-P", "-m", "autopipe.launch.remote.agent")
-# the part of this process's environment that hosts receive: settings of numerics and network, no secrets
-FORWARDED = ("GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_", "PYTHONHASHSEED", "PYTHONPATH", "AUTOPIPE_")
 _OPTIONS = ("BatchMode=yes", "ServerAliveInterval=2", "ServerAliveCountMax=2", "ConnectTimeout=10")
 
 
@@ -39,8 +38,7 @@ def command_of(host: str, settings: LaunchSettings) -> tuple[str, ...]:
 
 def prepare_message(*, devices: bool) -> protocol.Prepare:
     """Return the first message to an agent. ``devices``: whether it describes the GPUs."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return protocol.Prepare(cwd=str(Path.cwd()), environment=environment, devices=devices)
+    return protocol.Prepare(cwd=str(Path.cwd()), environment=forwarded(os.environ), devices=devices)
 
 
 class AgentPool(Connections):

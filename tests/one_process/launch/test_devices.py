@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
-from autopipe.launch.rank import devices
+from autopipe.launch.rank import devices, numa, store
 from autopipe.launch.request import WorkerSpec
 
 
@@ -152,8 +154,40 @@ def test_the_environment_of_a_gpu_rank_is_the_users_but_for_the_hardware_queues(
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "2")
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     monkeypatch.setattr(devices.os, "environ", devices.os.environ.copy())
-    devices.apply_settings()
+    devices.apply_settings(Path("/run/logs"))
     environment = devices.os.environ
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment["NCCL_MAX_P2P_NCHANNELS"] == "2"
     assert environment["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == "/run/logs/nccl-rank-"
+
+
+def test_a_rank_runs_on_the_cpus_beside_its_gpu(tmp_path, monkeypatch):
+    """All threads of the process are bound, within the CPUs that were permitted before."""
+    bound: dict[int, set[int]] = {}
+    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda pid: {2, 3, 4, 5})
+    monkeypatch.setattr(numa.os, "sched_setaffinity", bound.__setitem__)
+    for address, cpus in (("0000:3b:00.0", "0-3,64-67"), ("0000:5e:00.0", "0-127"), ("0000:af:00.0", "8-15")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(cpus + "\n")
+    assert numa.bind_to_device("0000:5E:00.0", tmp_path) == ()  # it changes nothing
+    assert numa.bind_to_device("0000:af:00.0", tmp_path) == ()  # not permitted
+    assert numa.bind_to_device("0000:00:00.0", tmp_path) == () == numa.bind_to_device("", tmp_path)  # unknown
+    assert not bound
+    assert numa.bind_to_device("0000:3B:00.0", tmp_path) == (2, 3)
+    assert bound[os.getpid()] == {2, 3} and len(bound) == len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_the_address_of_a_gpu_is_the_kernels(monkeypatch):
+    known = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=59, pci_device_id=1)
+    for properties, address in ((known, "0000:3b:01.0"), (types.SimpleNamespace(), "")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, properties=properties: properties)
+        assert devices._pci_address(0) == address
+
+
+def test_nccl_uses_exactly_the_interface_and_not_all_whose_names_begin_with_it(monkeypatch):
+    monkeypatch.setattr(store.os, "environ", {})
+    over_tcp = replace(spec(0, 1, local_rank=0, local_world_size=1), store="tcp://h:1", interface="eth0")
+    store.choose_interface(over_tcp)
+    assert store.os.environ == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
