@@ -1,24 +1,32 @@
 """One clock for CPU and GPU, and medians of repeated calls in several windows of time.
 
-- GPU: CUDA events around the call.
+- GPU: CUDA events around the call, while the GPU is busy and warm (``gpu_load``).
 - CPU with one thread: the CPU time of that thread, which also runs the backward of CPU tensors. Other programs on the
   machine do not lengthen it; ``steal_time`` tells how much time they took.
 - CPU with more threads: wall-clock time.
 
 A core that is shared with another virtual machine can run at half speed for seconds, longer than any series of
-repetitions here. Everything is therefore measured in several windows, far apart, and the fastest window counts.
+repetitions here. Everything is therefore measured in several windows, far apart, and on a CPU the fastest window
+counts. On a GPU the median window counts: its fastest one shows a clock rate that it cannot keep up.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
+
+from autopipe.measure.gpu_load import GpuLoad, event
+
+LEAST_LEAD_SECONDS, MOST_LEAD_SECONDS = 1e-3, 20e-3
+"""The shortest and the longest work that a GPU does while the host queues a call."""
+HEAT_SECONDS, REHEAT_SECONDS = 2.0, 0.2
+"""How long a GPU works before the first window of time, and before each later one."""
 
 
 @dataclass
@@ -27,13 +35,19 @@ class Clock:
 
     device: torch.device
     threads: int = 1
+    load: GpuLoad | None = None  # of a GPU, shared by its clocks; None: none is on the device yet
     wall_seconds: float = field(default=0.0, init=False)  # sum over all calls, on a CPU
     own_seconds: float = field(default=0.0, init=False)  # CPU time of this thread in all calls
+    _lead: float = field(default=LEAST_LEAD_SECONDS, init=False)  # seconds of work that a GPU does before a call
 
-    def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """Return the result of a call and its seconds."""
+    def time(self, call: Callable[[], Any], *, kernels_only: bool = False) -> tuple[Any, float]:
+        """Return the result of a call and its seconds.
+
+        ``kernels_only``: on a GPU, also if the host needs longer to queue the call than the GPU to run it. Training is
+        not faster than the host.
+        """
         if self.device.type == "cuda":
-            return self._time_cuda(call)
+            return self._time_cuda(call, kernels_only)
         own, wall = time.thread_time_ns(), time.perf_counter_ns()
         result = call()
         wall, own = time.perf_counter_ns() - wall, time.thread_time_ns() - own
@@ -41,16 +55,36 @@ class Clock:
         self.own_seconds += own / 1e9
         return result, (own if self.threads == 1 else wall) / 1e9
 
-    def _time_cuda(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
-        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self.device)
-        stream = torch.cuda.current_stream(self.device)
+    def _time_cuda(self, call: Callable[[], Any], kernels_only: bool) -> tuple[Any, float]:
+        load = self.load = self.load or GpuLoad(self.device)
+        start, end, stream = event(), event(), torch.cuda.current_stream(self.device)
+        load.occupy(self._lead)
+        load.flush_cache()
         start.record(stream)
+        begin = time.perf_counter()
         result = call()
+        host = time.perf_counter() - begin
+        ahead = not start.query()
         end.record(stream)
         end.synchronize()
-        return result, float(start.elapsed_time(end)) / 1e3
+        seconds = float(start.elapsed_time(end)) / 1e3
+        self._lead = min(max(1.25 * host, 0.8 * self._lead, LEAST_LEAD_SECONDS), MOST_LEAD_SECONDS)
+        # if the host did not run ahead, the call waited for the GPU, and ``host`` contains the lead
+        return result, max(seconds, host) if ahead and not kernels_only else seconds
+
+    def heat(self, *, again: bool = False) -> None:
+        """Bring a GPU to the clock rate of a long training. ``again``: it was hot a moment ago."""
+        if self.device.type == "cuda":
+            self.load = self.load or GpuLoad(self.device)
+            self.load.heat(REHEAT_SECONDS if again else HEAT_SECONDS)
+
+    def typical(self, seconds: Sequence[float]) -> float:
+        """Return the time of a call from a few of them: on a CPU the shortest, on a GPU the median."""
+        return statistics.median(seconds) if self.device.type == "cuda" else min(seconds)
+
+    def windows(self) -> Windows:
+        """Return the windows of a call before the first one."""
+        return Windows(fastest=self.device.type != "cuda")
 
     @property
     def steal_time(self) -> float:
@@ -88,16 +122,18 @@ class Windows:
     """The times of the same call in several windows of time."""
 
     times: tuple[Times, ...] = ()
+    fastest: bool = True  # the fastest window counts, else the median one
 
     @property
-    def fastest_window(self) -> Times:
-        """The window with the smallest median time."""
-        return min(self.times, key=lambda times: sum(times.medians))
+    def counting(self) -> Times:
+        """The window that counts: with the smallest median time, or the median of these."""
+        ordered = sorted(self.times, key=lambda times: sum(times.medians))
+        return ordered[0 if self.fastest else (len(ordered) - 1) // 2]
 
     @property
     def spread(self) -> float | None:
-        """The spread of the fastest window, or of all windows together if that one has too few repetitions."""
-        own = self.fastest_window.spread
+        """The spread of the window that counts, or of all windows together if that one has too few repetitions."""
+        own = self.counting.spread
         if own is not None:
             return own
         forward = chain.from_iterable(times.forward for times in self.times)
@@ -106,7 +142,7 @@ class Windows:
 
     def with_another(self, times: Times) -> Windows:
         """Return these windows and one more."""
-        return Windows((*self.times, times))
+        return replace(self, times=(*self.times, times))
 
 
 def repeat(once: Callable[[], tuple[float, float]], budget_seconds: float, fewest: int = 3, most: int = 15) -> Times:

@@ -9,7 +9,7 @@ At each size:
 5. The complete model is timed, and the nodes are scaled half way to it (``whole``). This step is left out if the model
    does not fit the device: the steps before need memory for one segment only.
 
-All sizes take turns, window by window of time; the fastest window of each segment counts (``clock``).
+All sizes take turns, window by window of time; one window of each segment counts (``clock``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autopipe.errors import ProfileError
 from autopipe.ir.profile import Measurement, Profile, WorkloadSpec
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import describe_device, find_device, quiet
+from autopipe.measure.gpu_load import GpuLoad
 from autopipe.measure.size import SizeMeasurement
 from autopipe.measure.stepping import optimizer_cost
 from autopipe.measure.subject import Captured, Progress, no_progress
@@ -91,8 +92,9 @@ def measure(
     target, sizes = find_device(device), checked_sizes(microbatch_sizes)
     graph = capture.graph
     with quiet(target, threads):
+        load = GpuLoad(target) if target.type == "cuda" else None
         runs = [
-            SizeMeasurement(capture, Clock(target, threads), size, _batch(workload, capture, size, target))
+            SizeMeasurement(capture, Clock(target, threads, load), size, _batch(workload, capture, size, target))
             for size in sizes
         ]
         measured = _in_windows(runs, progress)
@@ -100,7 +102,7 @@ def measure(
         steal_time = {run.subject.size: run.subject.clock.steal_time for run in measured}
         progress("optimizer step", MOST_WINDOWS / (MOST_WINDOWS + 1))
         trained = {name: spec.requires_grad for name, spec in graph.parameters.items()}
-        seconds, state = optimizer_cost(capture.module, trained, workload, Clock(target, threads))
+        seconds, state = optimizer_cost(capture.module, trained, workload, Clock(target, threads, load))
     progress("done", 1.0)
     log_noise(measurements, steal_time)
     return Profile(workload.spec, graph, describe_device(target, threads), tuple(measurements), seconds, state)
@@ -127,8 +129,11 @@ def _in_windows(sizes: list[SizeMeasurement], progress: Progress) -> list[SizeMe
     Raises: ProfileError of the first size if none could.
     """
     running, failures = list(sizes), list[ProfileError]()
+    sizes[0].subject.clock.heat()
     begin = time.monotonic()
     for window in range(MOST_WINDOWS):
+        if window:
+            sizes[0].subject.clock.heat(again=True)
         for index, run in enumerate(tuple(running)):
             size, windows_done = run.subject.size, window + index / len(running)
             run.progress = functools.partial(_report, progress, size, windows_done, 1 / len(running))

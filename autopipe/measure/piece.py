@@ -47,6 +47,22 @@ class StateCopies:
         """The copies of parameters made so far."""
         return [value for value in self._memo.values() if isinstance(value, nn.Parameter)]
 
+    def renewed(self, *, parameters: bool) -> StateCopies:
+        """Return copies with the original buffers, and with the original parameters if ``parameters``.
+
+        Otherwise the copies of the parameters are passed on, without gradients: nothing has changed them, and on a GPU
+        another copy would take longer than what is measured.
+        """
+        other = StateCopies(self._root, self.device)
+        if not parameters:
+            for original in self._originals:
+                copied = self._memo.get(id(original))
+                if isinstance(original, nn.Parameter) and isinstance(copied, nn.Parameter):
+                    copied.grad = None
+                    other._memo[id(original)] = copied
+                    other._originals.append(original)
+        return other
+
     def storages(self) -> set[int]:
         """The memory of all copies, as ``storage_of`` identifies it."""
         return {storage_of(value) for value in self._memo.values() if isinstance(value, Tensor)}

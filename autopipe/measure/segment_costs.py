@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autopipe.ir.graph import Node
@@ -25,7 +25,7 @@ class SegmentCost:
     grads: list[tuple[bool, ...]]  # by node, whether a gradient flows through each tensor of its value
     #: The positions of a value and of the node that is the first to keep it for its backward.
     keepers: list[tuple[int, int]]
-    windows: Windows = field(default_factory=Windows)
+    windows: Windows
 
 
 class SegmentCosts:
@@ -60,9 +60,11 @@ class SegmentCosts:
             if key not in self.distinct:
                 self.distinct[key] = count_saved(subject, segment, values, counted)
             cost = self.distinct[key]
+            state = StateCopies(subject.root, subject.clock.device)
             if len(cost.windows.times) <= self._num_windows:
-                cost.windows = cost.windows.with_another(self._timed(segment, values))
-            self._advance(segment, values, counted, cost)
+                cost.windows = cost.windows.with_another(self._timed(segment, values, state))
+                state = state.renewed(parameters=segment.mutates)
+            self._advance(segment, values, counted, cost, state)
         self._divide(segment.about, cost)
         subject.forget(values, stop - 1)
         alive = {storage_of(tensor) for value in values.by_name.values() for tensor in tensors_of(value)}
@@ -82,14 +84,15 @@ class SegmentCosts:
         ends = tuple(positions[name] for name in segment.outputs)
         return tuple(self._facts.signatures[node.name] for node in segment.nodes), wires, already, ends
 
-    def _timed(self, segment: Segment, values: Values) -> Times:
-        clock, state = self._subject.clock, StateCopies(self._subject.root, self._subject.clock.device)
+    def _timed(self, segment: Segment, values: Values, state: StateCopies) -> Times:
+        clock = self._subject.clock
         piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
         return repeat(lambda: timed_pass(clock, piece, values, private=segment.mutates), BUDGET_SECONDS)
 
-    def _advance(self, segment: Segment, values: Values, counted: dict[int, str], cost: SegmentCost) -> None:
+    def _advance(
+        self, segment: Segment, values: Values, counted: dict[int, str], cost: SegmentCost, state: StateCopies
+    ) -> None:
         """Compute the values of a segment, without gradients, for the segments after it."""
-        state = StateCopies(self._subject.root, self._subject.clock.device)
         for index, node in enumerate(segment.nodes):
             with region(node, state.device, grad=False):
                 values.by_name[node.name] = call(node, values.by_name, state)
@@ -107,7 +110,7 @@ class SegmentCosts:
         """Divide the time of a segment among its nodes."""
         facts = self._facts
         forward_shares, backward_shares = facts.shares(about)
-        forward, backward = cost.windows.fastest_window.medians
+        forward, backward = cost.windows.counting.medians
         for node, f, b, saved in zip(about, forward_shares, backward_shares, cost.saved_bytes, strict=True):
             self.nodes[node.name] = NodeCost(
                 f * forward, b * backward, facts.output_bytes[node.name], saved, facts.workspace_bytes[node.name]
@@ -136,4 +139,4 @@ def count_saved(subject: Subject, segment: Segment, values: Values, counted: Map
         for memory in map(storage_of, tensors_of(computed[name]))
         if memory in saved.keepers
     ]
-    return SegmentCost([saved.bytes[node.name] for node in segment.nodes], grads, keepers)
+    return SegmentCost([saved.bytes[node.name] for node in segment.nodes], grads, keepers, subject.clock.windows())

@@ -158,8 +158,8 @@ class NodeTimer:
         seconds = []
         for _ in range(10):
             nothing = tiny.view(1)
-            seconds.append(self.clock.time(functools.partial(torch.autograd.grad, nothing, tiny, grad))[1])
-        self.overhead = min(seconds)
+            seconds.append(self._kernels(functools.partial(torch.autograd.grad, nothing, tiny, grad))[1])
+        self.overhead = self.clock.typical(seconds)
 
     def step(self, node: fx.Node, about: Node, values: Values, root: nn.Module) -> tuple[Any, float, float]:
         """Run one node, keep its value, and return its signature and seconds."""
@@ -167,17 +167,17 @@ class NodeTimer:
         key = signature(node, values, state)
         names = inputs_of([node])
         repeats = 1 if key in self.timed else _REPEATS
-        forward, backward, result = float("inf"), float("inf"), None
+        forwards, backwards, result = list[float](), list[float](), None
         arguments: dict[str, Any] = {}
         if key not in self.workspace:
             self.workspace[key], self.work[key] = self._counted(node, *self._arguments(names, about, values), state)
         for _ in range(repeats):
             arguments, leaves = self._arguments(names, about, values)
             with region(node, self.clock.device, grad=True):
-                result, f = self.clock.time(functools.partial(call, node, arguments, state))
-            b = 0.0 if key in self.timed else self._backward(result, [*leaves, *_trained(state)])
-            forward, backward = min(forward, f), min(backward, b)
-        self.timed.setdefault(key, (forward, backward))
+                result, f = self._kernels(functools.partial(call, node, arguments, state))
+            forwards.append(f)
+            backwards.append(0.0 if key in self.timed else self._backward(result, [*leaves, *_trained(state)]))
+        self.timed.setdefault(key, (self.clock.typical(forwards), self.clock.typical(backwards)))
         if about.mutates:
             for name in about.mutates:
                 if name in arguments:
@@ -190,6 +190,9 @@ class NodeTimer:
         else:
             values.store(node.name, result)
         return key, *self.timed[key]
+
+    def _kernels(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        return self.clock.time(run, kernels_only=True)  # the host calls a single node more slowly than a stage does
 
     @staticmethod
     def _arguments(names: Sequence[str], about: Node, values: Values) -> tuple[dict[str, Any], list[Tensor]]:
@@ -221,7 +224,7 @@ class NodeTimer:
         run = _backward_of(result, leaves)
         if run is None:
             return 0.0
-        _, seconds = self.clock.time(run)
+        _, seconds = self._kernels(run)
         return max(seconds - self.overhead, 1e-6)
 
 

@@ -25,7 +25,7 @@ class WholeModel:
     """The times of all nodes in one pass."""
 
     def __init__(self, subject: Subject) -> None:
-        self.windows: Windows | None = Windows()  # None if the model does not fit the device
+        self.windows: Windows | None = subject.clock.windows()  # None if the model does not fit the device
         self._subject = subject
 
     def window(self, costs: Mapping[str, NodeCost]) -> None:
@@ -68,7 +68,7 @@ class WholeModel:
         """Return the costs of the nodes, scaled half way to the time of the complete pass."""
         if self.windows is None:
             return costs
-        whole = self.windows.fastest_window.medians
+        whole = self.windows.counting.medians
         sums = sum(c.forward_seconds for c in costs.values()), sum(c.backward_seconds for c in costs.values())
         ratios = [part / total if total else 1.0 for total, part in zip(whole, sums, strict=True)]
         # a segment alone finds its data in the cache, a complete pass meets a full allocator; a stage lies between

@@ -63,7 +63,7 @@ def test_repetitions_warm_up_once_and_stop_at_the_budget():
 def test_the_fastest_window_counts_with_its_own_spread():
     quiet, busy = Times((1.0, 1.0, 1.0, 1.2), (2.0,) * 4), Times((1.5, 1.4, 1.6, 1.9), (3.0, 2.9, 3.1, 3.9))
     windows = Windows(()).with_another(busy).with_another(quiet).with_another(busy)
-    assert windows.fastest_window == quiet
+    assert windows.counting == quiet
     assert windows.spread == quiet.spread != busy.spread
 
 
