@@ -1,6 +1,8 @@
 """The environment of all tests: default signal handlers, separate folders, and plans without replicas."""
 
 import atexit
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -27,3 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the models are so small that a single rank would be the fastest plan; commands cut them into stages unless a test
 # requests otherwise
 os.environ["AUTOPIPE_REPLICAS"] = "never"
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all modules from garbage collection, which commands start whenever a model file has changed."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # the first optimizer imports it
+    gc.collect()
+    gc.freeze()

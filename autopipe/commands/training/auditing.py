@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -244,11 +245,16 @@ def _users_files(run: RunDirectory) -> dict[Path, str]:
 
 
 def _is_installed(path: Path) -> bool:
-    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    roots = (*libraries, str(Path(autopipe.__file__).parent))
-    return (
-        any(path.is_relative_to(root) for root in roots) or {"site-packages", "dist-packages"} & {*path.parts} != set()
-    )
+    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return in_packages or str(path).startswith(_installation_folders())
+
+
+@functools.cache
+def _installation_folders() -> tuple[str, ...]:
+    """Return the folders of the standard library, the packages and autopipe, each with a separator at its end."""
+    paths = sysconfig.get_paths()
+    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(str(Path(folder)) + os.sep for folder in (*sorted(libraries), str(Path(autopipe.__file__).parent)))
 
 
 def _digest_of(path: Path) -> str:
