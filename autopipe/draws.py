@@ -159,6 +159,10 @@ class _WithoutCudnn:
     def __init__(self) -> None:
         self._lock, self._open, self._enabled = threading.Lock(), 0, True
 
+    def __reduce__(self) -> str:
+        """Return its name: copies of a module share the one of the process."""
+        return "_WITHOUT_CUDNN"
+
     def enter(self, module: nn.Module, *_: Any) -> None:
         """Open a call. A module that does not train draws nothing, and keeps cuDNN."""
         if not module.training:

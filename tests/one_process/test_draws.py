@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -101,3 +103,13 @@ def test_a_recurrent_layer_without_cudnn_draws_once_between_two_layers() -> None
     assert counted.position == 2
     with draws.at((0, 0, 0), 0, 2):
         assert torch.equal(layer(batch)[0], first)
+
+
+def test_a_recurrent_layer_that_runs_without_cudnn_can_be_copied() -> None:
+    model = nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
+    assert draws.seed_recurrent_layers(model, torch.device("cuda")) == 1
+    copied = copy.deepcopy(model)
+    inside = []
+    copied[0].register_forward_pre_hook(lambda *_: inside.append(torch.backends.cudnn.enabled))
+    copied(torch.ones(3, 1, 2))
+    assert inside == [False] and torch.backends.cudnn.enabled
