@@ -23,13 +23,22 @@ class Copies:
         """Start to copy a tensor. Kernels that are queued from now on wait for the copy."""
         if leaf.is_cuda or leaf.layout != torch.strided:  # the user's data is on a GPU, or cannot be locked
             return leaf.to(self._device, non_blocking=True)
-        locked = leaf if leaf.is_pinned() else leaf.pin_memory()
+        locked = leaf if leaf.is_pinned() else _dense(leaf).pin_memory()
         with torch.cuda.stream(self._stream):
             moved = locked.to(self._device, non_blocking=True)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         moved.record_stream(current)  # its memory belongs to the other stream
         return moved
+
+
+def _dense(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy without gaps and shared elements, with the strides that it has on another device.
+
+    ``pin_memory`` keeps the strides. It rejects an expanded tensor, and the host waits for a copy if there are gaps.
+    """
+    dense = torch.empty_like(leaf, device="meta").stride() == leaf.stride()
+    return leaf if dense else leaf.to("cpu", copy=True)
 
 
 class LeavesOnGpu(Mapping[str, torch.Tensor]):

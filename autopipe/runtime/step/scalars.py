@@ -8,10 +8,14 @@ import torch
 
 
 def read_together(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors of one element as one float64 vector on the host. One synchronization with the device."""
-    if not scalars:
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.stack([scalar.detach().double().reshape(()) for scalar in scalars]).cpu()
+    """Return tensors of one element as one float64 vector on the host. One synchronization with each device."""
+    values = torch.zeros(len(scalars), dtype=torch.float64)
+    places: dict[torch.device, list[int]] = {}
+    for place, scalar in enumerate(scalars):
+        places.setdefault(scalar.device, []).append(place)
+    for on_device in places.values():
+        values[on_device] = torch.stack([scalars[p].detach().double().reshape(()) for p in on_device]).cpu()
+    return values
 
 
 def copied_to(device: torch.device, scalar: torch.Tensor) -> torch.Tensor:

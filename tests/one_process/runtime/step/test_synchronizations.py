@@ -16,10 +16,11 @@ from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.events import Silent
 from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.deferred import DeferredStatistics
-from autopipe.runtime.step.finite import FiniteBuffers
+from autopipe.runtime.step.finite import FiniteBuffers, largest
 from autopipe.runtime.step.gradients import GradientFinisher
 from autopipe.runtime.step.losses import LossCollector
 from autopipe.runtime.step.reduction import GradientSum
+from autopipe.runtime.step.scalars import read_together
 from autopipe.runtime.step.scaler import LossScaler
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.step.ties import TieExchange
@@ -105,6 +106,14 @@ def test_a_step_waits_a_fixed_number_of_times(options: dict[str, Any], most: int
     assert many.total == few.total == most, (many.counts, few.counts)
 
 
+def test_scalars_of_the_host_are_read_with_those_of_the_gpu() -> None:
+    with counted() as waits:
+        # a stage that trains nothing has its largest gradient on the host
+        values = read_together([largest([]), torch.ones((), device=CUDA), torch.full((1,), 3.0)])
+    assert values.tolist() == [0.0, 1.0, 3.0]
+    assert waits.total == 1, waits.counts
+
+
 def test_the_sum_over_replicas_waits_for_nothing() -> None:
     class Wire:
         def start_all_reduce(self, group: Any, tensor: torch.Tensor) -> Any:
@@ -131,3 +140,18 @@ def test_the_leaves_of_a_batch_are_copied_when_they_are_read_and_the_host_does_n
         assert waits.locked == {id(leaves["x"])}
     assert waits.total == 0, waits.counts
     assert Placement(torch.device("cpu")).of({"x": (leaf := torch.ones(2))})["x"] is leaf
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.ones(1, 3).expand(4, 3), torch.ones(4, 6)[:, ::2], torch.ones(4, 3)[:, :2].t()],
+    ids=["expanded", "with gaps", "transposed with gaps"],
+)
+def test_a_leaf_whose_memory_is_not_dense_is_copied_to_the_gpu(leaf: torch.Tensor) -> None:
+    with counted() as waits:
+        placed = Placement(CUDA).of({"x": leaf})["x"]
+        assert placed.is_cuda and placed.shape == leaf.shape
+        assert placed.stride() == leaf.to(CUDA).stride()
+        # the driver can copy it in one piece, from memory of its own
+        (locked,) = (tensor for tensor in waits.kept if id(tensor) in waits.locked)
+        assert locked.stride() == placed.stride() and locked.untyped_storage().nbytes() == 4 * leaf.numel()
