@@ -178,7 +178,7 @@ class Executor:
             if tuple(tensor.shape) != layout.shape or tensor.dtype != layout.dtype:
                 raise RunError(
                     f"{value} must be {str(layout.dtype).removeprefix('torch.')}{list(layout.shape)} here, and is "
-                    f"{tensor.dtype}{list(tensor.shape)}",
+                    f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
                     where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
                     remedy="the shape depends on more than the shapes of the batch: let it follow from them alone, or "
                     "train in one stage (--gpus 1)",

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
-from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
+from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of, release
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
@@ -95,12 +95,14 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Compared:
     if not place.device:
         return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
     try:
-        return Compared(_compare_at(place, prepared, steps, **options), place.why)
+        compared = Compared(_compare_at(place, prepared, steps, **options), place.why)
     except Exception as error:
         reason = out_of_memory(error, place.device)
         if not reason:
             raise
-        return Compared(None, not_checked(reason, prepared))
+        compared = Compared(None, not_checked(reason, prepared))
+    release(place.device)  # the ranks need it; behind the handler, because the error refers to the tensors of the run
+    return compared
 
 
 def _compare_at(place: Place, prepared: Prepared, steps: int, **options: Any) -> Comparison:

@@ -40,6 +40,8 @@ class Need:
     host_bytes: int
     # 0 if the profile did not count them
     flops: float = 0.0
+    # the model uses autocast, whose dtypes are others on a CPU than the plan has for a GPU
+    autocast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def need_of(prepared: Prepared, steps: int) -> Need:
     once = sum(work.forward.flops + work.backward.flops for work in nearest.work.values()) / nearest.microbatch_size
     samples = plan.microbatch_size * plan.num_microbatches * steps
     results = _RUNS * (steps * trained + 2 * weights) + 2 * weights
-    return Need(max(stages, plain), results, once * samples * _RUNS)
+    autocast = any("autocast(" in node.context for node in graph.nodes)
+    return Need(max(stages, plain), results, once * samples * _RUNS, autocast)
 
 
 def place_of(prepared: Prepared, need: Need) -> Place:
@@ -83,6 +86,8 @@ def place_of(prepared: Prepared, need: Need) -> Place:
         return Place(device.kind, device.threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lack = _lack("on one GPU", need.device_bytes, free)
+    if need.autocast:
+        return Place("", 1, f"{lack}; on the CPU of this host, autocast computes in other dtypes")
     seconds = need.flops / (cores * _FLOPS_PER_CORE)
     if on_host <= host and seconds <= _MOST_SECONDS:
         return Place("cpu", cores, f"compared on the CPU of this host: the comparison needs {lack}")
@@ -95,10 +100,16 @@ def _lack(where: str, needed: int, free: int) -> str:
     return f"about {in_bytes(needed)} {where} ({in_bytes(max(free, 0))} available)"
 
 
+def release(device: str) -> None:
+    """Return the memory of finished runs to a GPU."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def _free_on_gpu() -> int:
     """Return the bytes that a comparison may use of the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    release("cuda")
     return int(_SHARE * torch.cuda.mem_get_info()[0])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +48,7 @@ def on(kind: str) -> SimpleNamespace:
         (Need(40 * GIB, 10 * GIB), "cuda", ""),
         (Need(90 * GIB, 20 * GIB), "cpu", "on the CPU of this host: the comparison needs about 90.0 GiB on one GPU"),
         (Need(90 * GIB, 20 * GIB, flops=1e20), "", "it would take about"),
+        (Need(90 * GIB, 20 * GIB, autocast=True), "", "on the CPU of this host, autocast computes in other dtypes"),
         (Need(90 * GIB, 200 * GIB), "", "or about 290 GiB of memory on this host (200 GiB available)"),
         (Need(10 * GIB, 300 * GIB), "", "of memory on this host"),
     ],
@@ -78,6 +81,11 @@ def test_the_need_counts_the_stages_or_the_plain_loop_and_the_results() -> None:
     peaks = sum(stage.peak_bytes * stage.replicas for stage in plan.stages)
     assert need.device_bytes == max(peaks, 4 * weights + saved)
     assert need.host_bytes == 4 * (3 + 2) * weights + 2 * weights
+    assert not need.autocast
+    nodes = replace(graph.nodes[0], context="no_grad; autocast(cpu, bfloat16)"), *graph.nodes[1:]
+    prepared.graph = replace(graph, nodes=nodes)
+    prepared.plan = replace(plan, graph_digest=prepared.graph.digest)
+    assert need_of(prepared, steps=3).autocast
 
 
 def test_a_rank_that_was_out_of_memory_is_recognized_by_its_cause() -> None:
@@ -86,6 +94,23 @@ def test_a_rank_that_was_out_of_memory_is_recognized_by_its_cause() -> None:
     used = out_of_memory(error, "cpu")
     assert used.startswith("out of memory after ") and psutil.Process().memory_info().rss > 0
     assert out_of_memory(ValueError("another error"), "cpu") == ""
+
+
+def test_the_memory_of_a_check_that_is_out_of_memory_is_free_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, alive = [], []
+
+    def exhausted(*args: object, **options: object) -> None:
+        tensor = torch.ones(4)
+        tensors.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(checking, "need_of", lambda *_: None)
+    monkeypatch.setattr(checking, "place_of", lambda *_: Place("cuda", 1))
+    monkeypatch.setattr(checking, "_compare_at", exhausted)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(tensors[0]() is not None))
+    target = SimpleNamespace(plan=SimpleNamespace(workload=SimpleNamespace(target="net.py")))
+    assert "out of memory after" in checking._compare(target, 1).note  # type: ignore[arg-type]
+    assert alive == [False]
 
 
 def test_train_goes_on_without_a_check_that_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
