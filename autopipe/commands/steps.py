@@ -39,7 +39,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.planning.baselines import compare_plan, explain_plan
-from autopipe.planning.clusters import with_estimated_times
+from autopipe.planning.clusters import ASSUMED_HOSTS, with_estimated_times
 from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
 from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
 from autopipe.planning.reschedule import schedule_flags, with_schedule
@@ -286,10 +286,11 @@ def assumptions(record: PlanRecord) -> tuple[str, ...]:
     if device.datasheet:
         return (f"{device.name}: {record.cluster.source}", *_assumed_links(record))
     if record.cluster.source != "assumed":
-        return ()
+        return _assumed_hosts(record)
     return (
         f"assumed: {in_bandwidth(level.bandwidth)} between ranks, {in_gib(device.memory_bytes)} per rank "
         "(--cluster, --gpu-memory and --link give other figures; autopipe doctor --links measures the links)",
+        *_assumed_hosts(record),
     )
 
 
@@ -297,4 +298,17 @@ def _assumed_links(record: PlanRecord) -> tuple[str, ...]:
     level = record.cluster.levels[0]
     if level.name != "assumed":
         return ()
-    return (f"assumed: {in_bandwidth(level.bandwidth)} between devices (--link or --cluster give another figure)",)
+    return (
+        f"assumed: {in_bandwidth(level.bandwidth)} between devices (--link or --cluster give another figure)",
+        *_assumed_hosts(record),
+    )
+
+
+def _assumed_hosts(record: PlanRecord) -> tuple[str, ...]:
+    inner, outer = record.cluster.levels[0], record.cluster.levels[-1]
+    if outer.name != ASSUMED_HOSTS:
+        return ()
+    return (
+        f"assumed: {counted(outer.count, 'host')} of {counted(inner.count, 'GPU')}, "
+        f"{in_bandwidth(outer.bandwidth)} between them (--cluster gives other figures)",
+    )

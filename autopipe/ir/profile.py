@@ -132,6 +132,8 @@ class Device:
     name: str
     memory_bytes: int
     threads: int = 1  # intra-op threads of torch, on a CPU
+    per_host: int = 0  # GPUs of its host; 0: not known
+    peer_access: bool = True  # whether the GPUs of its host copy to one another without host memory, as far as known
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda", "gpu", COUNTED):
@@ -141,6 +143,8 @@ class Device:
                 f"{self.name}: memory must be at least 0 bytes and threads at least 1, and are {self.memory_bytes} and "
                 f"{self.threads}"
             )
+        if self.per_host < 0:
+            raise ValueError(f"{self.name}: the GPUs of a host must be at least 0, and are {self.per_host}")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,11 @@ def describe_device(device: torch.device, threads: int) -> Device:
     """Return the description of a device for a profile, with its total memory."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Device("cuda", str(properties.name), int(properties.total_memory), threads)
+        count = torch.cuda.device_count()
+        if count == 1:  # a launcher may hide the others
+            return Device("cuda", str(properties.name), int(properties.total_memory), threads)
+        peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+        return Device("cuda", str(properties.name), int(properties.total_memory), threads, count, peers)
     return Device("cpu", _processor(), int(psutil.virtual_memory().total), threads)
 
 

@@ -22,8 +22,14 @@ HOST_OVERHEAD = RuntimeOverhead(
     step_seconds=4e-3,
     delivery_seconds=1.5e-3,
 )
-GPU_BANDWIDTH = 16e9
+GPU_BANDWIDTH = 16e9  # between GPUs without a datasheet, over PCIe 4.0 x16
+NO_PEER_BANDWIDTH = 8e9  # between GPUs of one host that cannot access each other's memory
 GPU_LATENCY_SECONDS = 10e-6
+LINK_SHARE = 0.5  # of the datasheet's bandwidth that messages reach
+GPUS_PER_HOST = 8  # of hosts that are not known
+NETWORK_BANDWIDTH = 10e9  # between hosts with GPUs: 80 % of 100 Gbit/s
+NETWORK_LATENCY_SECONDS = 30e-6
+ASSUMED_HOSTS = "hosts (assumed)"  # the name of their level
 GPU_CONTEXT_BYTES, GPU_GAPS = 2**30, 0.08  # see usable_gpu_bytes
 LINK_LATENCY_SECONDS = 20e-6
 
@@ -36,7 +42,7 @@ def cluster_of_figures(
     device_name: str | None = None,
     links: Links | None = None,
 ) -> Cluster:
-    """Return a cluster of one level from ``--gpu-memory`` (bytes), ``--link`` (bytes per second) and ``--device-name``.
+    """Return a cluster from ``--gpu-memory`` (bytes), ``--link`` (bytes per second) and ``--device-name``.
 
     What is None is as on this machine.
 
@@ -45,17 +51,18 @@ def cluster_of_figures(
     if device_name is not None:
         sheet = datasheet(device_name)
         device = ClusterDevice(sheet.name, memory_bytes or sheet.memory_bytes, datasheet=sheet.name)
-        level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
+        inner = Level("assumed", 1, LINK_SHARE * sheet.link_bandwidth, GPU_LATENCY_SECONDS)
+        levels = _with_hosts(inner, num_ranks, GPUS_PER_HOST)
         if link is not None:
-            level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
-        return by_datasheet(Cluster((level,), (device,), "command line"), profile)
+            levels = (Level("link", num_ranks, link, LINK_LATENCY_SECONDS),)
+        return by_datasheet(Cluster(levels, (device,), "command line"), profile)
     here = this_machine(num_ranks, profile.device, links)
-    level, device = here.levels[0], here.devices[0]
+    levels, device = here.levels, here.devices[0]
     if link is not None:
-        level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
+        levels = (Level("link", num_ranks, link, LINK_LATENCY_SECONDS),)
     if memory_bytes is not None:
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
-    return Cluster((level,), (device,), "command line", here.host)
+    return Cluster(levels, (device,), "command line", here.host)
 
 
 def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
@@ -124,16 +131,47 @@ def usable_gpu_bytes(total: int) -> int:
 def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
     """Return this machine as a cluster. ``links``: their measurements; None: an assumption is used.
 
-    CPU ranks share the available memory. On GPUs, each has ``usable_gpu_bytes`` of the profiled device.
+    CPU ranks share the available memory. On GPUs, each has ``usable_gpu_bytes`` of the profiled device, and further
+    ranks are on hosts with as many GPUs as this one.
     """
+    per_host = num_ranks
     if device.kind == "cuda":
-        level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
+        per_host = device.per_host or GPUS_PER_HOST
+        level = Level("gpus of one host", 1, gpu_bandwidth(device), GPU_LATENCY_SECONDS)
         local, host = ClusterDevice(device.name, usable_gpu_bytes(device.memory_bytes)), RuntimeOverhead()
     else:
         import psutil
 
-        level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
+        level = Level("host", 1, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
         local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_OVERHEAD
-    if links is None or links.device_kind != device.kind:
-        return Cluster((level,), (local,), "assumed", host)
-    return Cluster((links.level(num_ranks),), (local,), "measured", links.host)
+    if links is not None and links.device_kind == device.kind:
+        return Cluster(_with_hosts(links.level(1), num_ranks, per_host), (local,), "measured", links.host)
+    return Cluster(_with_hosts(level, num_ranks, per_host), (local,), "assumed", host)
+
+
+def gpu_bandwidth(device: Device) -> float:
+    """Return the bytes per second that are assumed between two GPUs of a host.
+
+    That is a part of the datasheet's figure. GPUs on PCIe have the names of those with NVLink, and other links. Without
+    peer access, messages go through host memory.
+    """
+    if not device.peer_access:
+        return NO_PEER_BANDWIDTH
+    try:
+        sheet = recognized(device.name)
+    except PlanError:  # the name fits several; their links may differ
+        sheet = None
+    on_pcie = "pcie" in device.name.lower()
+    return GPU_BANDWIDTH if sheet is None or on_pcie else LINK_SHARE * sheet.link_bandwidth
+
+
+def _with_hosts(inner: Level, num_ranks: int, per_host: int) -> tuple[Level, ...]:
+    """Return the levels of ranks on hosts of at most ``per_host``. ``inner``: the links within a host.
+
+    All hosts have the same number of ranks, the largest one possible.
+    """
+    width = next(count for count in range(min(per_host, num_ranks), 0, -1) if num_ranks % count == 0)
+    levels = (dataclasses.replace(inner, count=width),)
+    if width == num_ranks:
+        return levels
+    return *levels, Level(ASSUMED_HOSTS, num_ranks // width, NETWORK_BANDWIDTH, NETWORK_LATENCY_SECONDS)

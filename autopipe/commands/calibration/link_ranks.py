@@ -1,7 +1,8 @@
 """Latency and bandwidth of messages and all-reduces between two ranks of this machine, over the runtime's transport.
 
 A message of n bytes takes ``latency + n / bandwidth`` in this model: the latency is measured with a message of four
-bytes, the bandwidth from the difference between a small and a large one. Figures are medians over rounds.
+bytes, the bandwidth from the difference between a small and a large one. Figures are medians over rounds. Over NCCL,
+both messages are larger, because NVLink reaches its bandwidth only with many megabytes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +32,24 @@ from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
-TINY, SMALL, LARGE = 4, 256 * 2**10, 16 * 2**20
-ROUNDS = {TINY: 200, SMALL: 50, LARGE: 15}
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The messages that are measured, in bytes, each with its number of rounds."""
+
+    small: int
+    large: int
+    rounds_of_large: int
+    tiny: int = 4
+
+    @property
+    def rounds(self) -> dict[int, int]:
+        """The number of rounds of each size."""
+        return {self.tiny: 200, self.small: 50, self.large: self.rounds_of_large}
+
+
+THROUGH_HOST = Sizes(256 * 2**10, 16 * 2**20, 15)
+OVER_NCCL = Sizes(2**20, 512 * 2**20, 20)
 WARM_UP = 3
 TIMEOUT_SECONDS = 120.0
 _PAIR = (0, 1)
@@ -117,25 +136,44 @@ def _measure(rank: int, store: str, device: str) -> dict[str, str | float]:
     def add_up(tensor: torch.Tensor) -> None:
         transport.all_reduce(_PAIR, tensor)
 
-    one_way = {size: _seconds(ping, size, where, transport) / 2 for size in (TINY, SMALL, LARGE)}
-    summed = {size: _seconds(add_up, size, where, transport) for size in (SMALL, LARGE)}
+    figures = figures_of(ping, add_up, where, transport, OVER_NCCL if use_nccl else THROUGH_HOST)
     transport.close()
+    return {"device_kind": where.type, **figures}
+
+
+class _Waiting(Protocol):
+    """The part of a transport that a measurement needs."""
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+
+def figures_of(
+    ping: Callable[[torch.Tensor], None],
+    add_up: Callable[[torch.Tensor], None],
+    device: torch.device,
+    transport: _Waiting,
+    sizes: Sizes,
+) -> dict[str, float]:
+    """Return latency and bandwidths. ``ping``: sends a tensor there and back. ``add_up``: an all-reduce of it."""
+    one_way = {size: _seconds(ping, size, rounds, device, transport) / 2 for size, rounds in sizes.rounds.items()}
+    both = sizes.small, sizes.large
+    summed = {size: _seconds(add_up, size, sizes.rounds[size], device, transport) for size in both}
     return {
-        "device_kind": where.type,
-        "latency_seconds": one_way[TINY],
-        "bandwidth": _slope(one_way),
-        "all_reduce_bandwidth": _slope(summed),
+        "latency_seconds": one_way[sizes.tiny],
+        "bandwidth": _slope(one_way, sizes),
+        "all_reduce_bandwidth": _slope(summed, sizes),
     }
 
 
 def _seconds(
-    exchange: Callable[[torch.Tensor], None], size: int, device: torch.device, transport: ProcessTransport
+    exchange: Callable[[torch.Tensor], None], size: int, rounds: int, device: torch.device, transport: _Waiting
 ) -> float:
     """Return the median seconds of an exchange of ``size`` bytes."""
     tensor = torch.zeros(size // 4, device=device)
     times = []
     transport.barrier()
-    for _ in range(WARM_UP + ROUNDS[size]):
+    for _ in range(WARM_UP + rounds):
         start = time.perf_counter()
         exchange(tensor)
         if device.type == "cuda":
@@ -144,7 +182,7 @@ def _seconds(
     return statistics.median(times[WARM_UP:])
 
 
-def _slope(seconds: dict[int, float]) -> float:
+def _slope(seconds: dict[int, float], sizes: Sizes) -> float:
     """Return bytes per second, from the difference of the two messages; from the large one if noise exceeds it."""
-    more = seconds[LARGE] - seconds[SMALL]
-    return (LARGE - SMALL) / more if more > 0 else LARGE / seconds[LARGE]
+    more = seconds[sizes.large] - seconds[sizes.small]
+    return (sizes.large - sizes.small) / more if more > 0 else sizes.large / seconds[sizes.large]

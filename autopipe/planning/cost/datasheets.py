@@ -29,6 +29,7 @@ class Datasheet:
     tensor_flops: float  # operations per second of the fp16 and bf16 matrix units
     bf16: bool  # whether it has bf16 matrix units
     source: str  # the document
+    link_bandwidth: float  # bytes per second to another one of the same host, in one direction
 
     def peak(self, precision: str) -> float:
         """Return the peak operations per second. Raises: PlanError if the device does not have the precision."""
@@ -40,21 +41,34 @@ class Datasheet:
 
 
 def _sheet(
-    name: str, gigabytes: int, bandwidth: float, fp32_tera: float, tensor_tera: float, source: str, *, bf16: bool = True
+    name: str,
+    gigabytes: int,
+    bandwidth: float,
+    fp32_tera: float,
+    tensor_tera: float,
+    source: str,
+    *,
+    bf16: bool = True,
+    link: float = 32,  # PCIe 4.0 x16
 ) -> Datasheet:
-    return Datasheet(name, gigabytes * 10**9, bandwidth * 1e9, fp32_tera * 1e12, tensor_tera * 1e12, bf16, source)
+    rates = bandwidth * 1e9, fp32_tera * 1e12, tensor_tera * 1e12
+    return Datasheet(name, gigabytes * 10**9, *rates, bf16, source, link * 1e9)
+
+
+_V100 = "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020"
+_A100 = "NVIDIA A100 Tensor Core GPU datasheet (SXM), 2021"
+_H100 = "NVIDIA H100 Tensor Core GPU datasheet (SXM; half its sparse rate), 2023"
+_H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM; half its sparse rate), 2024"
 
 
 DATASHEETS = (
-    _sheet("V100-16GB", 16, 900, 15.7, 125, "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020", bf16=False),
-    _sheet("V100-32GB", 32, 900, 15.7, 125, "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020", bf16=False),
-    _sheet("A100-40GB", 40, 1555, 19.5, 312, "NVIDIA A100 Tensor Core GPU datasheet (SXM), 2021"),
-    _sheet("A100-80GB", 80, 2039, 19.5, 312, "NVIDIA A100 Tensor Core GPU datasheet (SXM), 2021"),
+    _sheet("V100-16GB", 16, 900, 15.7, 125, _V100, bf16=False, link=150),
+    _sheet("V100-32GB", 32, 900, 15.7, 125, _V100, bf16=False, link=150),
+    _sheet("A100-40GB", 40, 1555, 19.5, 312, _A100, link=300),
+    _sheet("A100-80GB", 80, 2039, 19.5, 312, _A100, link=300),
     _sheet("L40S", 48, 864, 91.6, 362.05, "NVIDIA L40S datasheet, 2023"),
-    _sheet("H100-80GB", 80, 3350, 67, 989.5, "NVIDIA H100 Tensor Core GPU datasheet (SXM; half its sparse rate), 2023"),
-    _sheet(
-        "H200-141GB", 141, 4800, 67, 989.5, "NVIDIA H200 Tensor Core GPU datasheet (SXM; half its sparse rate), 2024"
-    ),
+    _sheet("H100-80GB", 80, 3350, 67, 989.5, _H100, link=450),
+    _sheet("H200-141GB", 141, 4800, 67, 989.5, _H200, link=450),
 )
 
 ALIASES = MappingProxyType(

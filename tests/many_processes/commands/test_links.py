@@ -14,7 +14,7 @@ from support.commands import Commands, assert_gone, descendants
 from autopipe.cli.main import autopipe
 from autopipe.commands.calibration import link_ranks as measuring
 from autopipe.commands.calibration import runtime_overhead
-from autopipe.commands.calibration.link_ranks import LARGE, SMALL, measure_links
+from autopipe.commands.calibration.link_ranks import THROUGH_HOST, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
@@ -86,9 +86,10 @@ def test_ctrl_c_that_a_small_run_took_ends_the_measurement(monkeypatch):
 
 
 def test_the_bandwidth_is_that_of_the_difference_of_two_messages():
-    seconds = {SMALL: 0.001 + SMALL / 1e9, LARGE: 0.001 + LARGE / 1e9}
-    assert measuring._slope(seconds) == pytest.approx(1e9)
-    assert measuring._slope({SMALL: 0.5, LARGE: 0.1}) == LARGE / 0.1
+    small, large = THROUGH_HOST.small, THROUGH_HOST.large
+    seconds = {small: 0.001 + small / 1e9, large: 0.001 + large / 1e9}
+    assert measuring._slope(seconds, THROUGH_HOST) == pytest.approx(1e9)
+    assert measuring._slope({small: 0.5, large: 0.1}, THROUGH_HOST) == large / 0.1
 
 
 def test_doctor_measures_and_keeps_the_links(folder, monkeypatch):

@@ -299,6 +299,15 @@ def test_measured_links_replace_assumptions(run):
     assert not any("assumed" in note for note in answer["notes"])
 
 
+def test_plans_beyond_one_host_name_the_assumed_network(run):
+    notes = document(run("--gpus", "16", "--replicas", "auto", "--json"))["notes"]
+    assert any("assumed: 2 hosts of 8 GPUs, 10 GB/s between them" in note for note in notes), notes
+    artifact.save(Links("cuda", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
+    notes = document(run("--gpus", "16", "--replicas", "auto", "--json"))["notes"]
+    assert any("assumed: 2 hosts of 8 GPUs" in note for note in notes), notes
+    assert not any("assumed" in note for note in document(run("--gpus", "16", "--link", "1GB/s", "--json"))["notes"])
+
+
 def test_links_of_another_kind_of_device_are_not_used(run):
     artifact.save(Links("cpu", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
     assert document(run("--gpus", "2", "--json"))["cluster"]["source"] == "assumed"

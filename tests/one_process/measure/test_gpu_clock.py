@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from support.nccl.virtual_gpu import BOOST, VirtualGpu, virtual_gpu
@@ -10,6 +12,7 @@ from torch import nn
 
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock, Times, Windows
+from autopipe.measure.device import describe_device
 from autopipe.measure.piece import StateCopies
 
 GPU = torch.device("cuda", 0)
@@ -106,3 +109,17 @@ def test_parameters_are_copied_once_for_a_segment_and_buffers_each_time():
     assert renewed.weight is used.weight and renewed.weight.grad is None
     assert renewed.running_mean.equal(norm.running_mean) and not used.running_mean.equal(norm.running_mean)
     assert state.renewed(parameters=True).attribute("0").weight is not used.weight
+
+
+@pytest.mark.parametrize(
+    ("count", "peers", "described"),
+    [(8, {1, 2, 3, 4, 5, 6, 7}, (8, True)), (4, {1, 2}, (4, False)), (1, set(), (0, True))],
+)
+def test_a_profile_knows_the_gpus_of_its_host_and_whether_they_are_peers(monkeypatch, count, peers, described):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: other in peers)
+    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = describe_device(GPU, 1)
+    assert (device.name, device.memory_bytes) == ("NVIDIA H200", 2**37)
+    assert (device.per_host, device.peer_access) == described

@@ -39,6 +39,7 @@ def measured(size: int, factor: float = 1.0, **fields: Any) -> Measurement:
         (Device("cpu", "c", 0), {"kind": "tpu"}, "unknown kind of device 'tpu'; known: cpu, cuda, gpu, none"),
         (Device("cpu", "c", 0), {"memory_bytes": -1}, "c: memory must be at least 0 bytes and threads at least 1"),
         (Device("cpu", "c", 0), {"threads": 0}, "c: memory must be at least 0 bytes and threads at least 1"),
+        (Device("cuda", "c", 0), {"per_host": -1}, "c: the GPUs of a host must be at least 0, and are -1"),
         (PROFILE, {"measurements": ()}, "a profile needs at least one measurement"),
         (
             PROFILE,

@@ -38,6 +38,47 @@ def test_a_gpu_has_the_profiled_memory():
     assert usable_gpu_bytes(2**29) == 1  # 0 would be no limit
 
 
+@pytest.mark.parametrize(
+    ("name", "peer_access", "bandwidth"),
+    [
+        ("NVIDIA H100 80GB HBM3", True, 225e9),
+        ("NVIDIA A100-SXM4-80GB", True, 150e9),
+        ("NVIDIA A100-PCIE-40GB", True, 16e9),  # the same chip without NVLink
+        ("NVIDIA GeForce RTX 4090", True, 16e9),
+        ("NVIDIA GeForce RTX 4090", False, 8e9),
+        ("NVIDIA L40S", True, 16e9),
+    ],
+)
+def test_the_first_guess_of_a_link_depends_on_the_device_and_on_peer_access(name, peer_access, bandwidth):
+    device = Device("cuda", name, 2**36, peer_access=peer_access)
+    (level,) = this_machine(4, device).levels
+    assert level.bandwidth == bandwidth
+
+
+@pytest.mark.parametrize(
+    ("per_host", "ranks", "counts"),
+    [(0, 8, [8]), (0, 16, [8, 2]), (4, 8, [4, 2]), (8, 12, [6, 2]), (2, 2, [2]), (8, 11, [1, 11])],
+)
+def test_ranks_beyond_a_host_are_behind_a_network(per_host, ranks, counts):
+    cluster = this_machine(ranks, dataclasses.replace(A100, per_host=per_host))
+    assert [level.count for level in cluster.levels] == counts and cluster.num_ranks == ranks
+    if len(counts) == 2:
+        assert cluster.link(0, counts[0]).bandwidth == 10e9 < cluster.levels[0].bandwidth
+
+
+def test_hosts_are_added_to_measured_links_and_to_datasheets():
+    links = Links("cuda", 1e-5, 2e11, 1e11)
+    cluster = this_machine(16, A100, links)
+    assert cluster.source == "measured" and cluster.levels[0] == links.level(8)
+    assert [(level.count, level.bandwidth) for level in cluster.levels[1:]] == [(2, 10e9)]
+    named = cluster_of_figures(16, CPU_PROFILE, None, None, "H100-SXM")
+    assert [(level.count, level.bandwidth) for level in named.levels] == [(8, 225e9), (2, 10e9)]
+    assert cluster_of_figures(16, CPU_PROFILE, None, 5e10, "H100-SXM").levels[0].count == 16
+    memory = cluster_of_figures(16, dataclasses.replace(CPU_PROFILE, device=A100), 2**30, None)
+    assert memory.num_ranks == 16 and len(memory.levels) == 2
+    assert len(this_machine(64, CPU).levels) == 1
+
+
 def test_a_named_device_is_scaled_by_datasheets_and_marked_as_an_estimate():
     cluster = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
     device = cluster.device(7)
