@@ -57,6 +57,7 @@ class Stage(Container):
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()  # adopted modules, and whether they train
     _autopipe_constants: tuple[str, ...] = ()  # of the code of other recordings
     _autopipe_stateless: Mapping[str, nn.Module] = MappingProxyType({})  # modules without parameters and buffers
+    _autopipe_run: Callable[..., Any] | None = None  # runs the stage when gradients are on; see runtime.compiled
 
     @classmethod
     def adopt(cls, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Self:
@@ -138,6 +139,8 @@ class Stage(Container):
 
     def run(self, code: type[Stage], *arguments: torch.Tensor) -> Any:
         """Call the stage, or the code of another recording with the modules of this stage."""
+        if self._autopipe_run is not None and torch.is_grad_enabled():
+            return self._autopipe_run(self, code, arguments)
         return self(*arguments) if code is type(self) else code.forward(self, *arguments)
 
     def train(self, mode: bool = True) -> Self:

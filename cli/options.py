@@ -258,6 +258,14 @@ def shapes(function: Function) -> Function:
     return _apply(function, max_shapes)
 
 
+compiling = option(
+    "--compile/--no-compile",
+    default=None,
+    help="Compile every stage with torch.compile. Results then equal plain training within rounding, not bit for bit; "
+    "not with zero-bubble. [default: no, or as in the resumed run]",
+)
+
+
 def pipeline(target: str | None, given: dict[str, Any]) -> Pipeline:
     """Return the pipeline of the options that ``planning`` adds.
 

@@ -47,16 +47,16 @@ def _fork_early(terminal: Terminal) -> None:
 )
 @options.option("--full-batch", is_flag=True, help="Also compare every parameter with one step of the full batch.")
 @options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest gradient norm.")
+@options.compiling
 @options.output
-def check_command(
-    terminal: Terminal, target: str | None, steps: int, full_batch: bool, clip_grad_norm: float, **given: Any
-) -> int:
+def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train a few steps plainly and in stages, and compare every parameter.
 
     The exit code is 1 if they are not equal. On a CPU in float32, equal means bit for bit. Replicas and large tied
     parameters sum gradients in a different order than one process; the plain loop then uses that order. With bf16 or
-    fp16, or on a GPU, a tensor may differ by 1e-6 of its largest value, or by a multiple of the change that summing the
-    microbatches in reverse order makes: 4 times for the tensor itself, 16 times for the median tensor.
+    fp16, on a GPU, or with --compile, a tensor may differ by 1e-6 of its largest value, or by a multiple of the change
+    that summing the microbatches in reverse order makes, or that the compiler makes in the plain loop: 4 times for the
+    tensor itself, 16 times for the median tensor.
 
     The plain loop runs the same microbatches. The report also says how much their gradient differs from that of the
     full batch. The model file is code, and it is run.
@@ -65,8 +65,9 @@ def check_command(
 
     _fork_early(terminal)
     pipe = options.pipeline(target, given)
+    wanted = {name: given[name] for name in ("steps", "full_batch", "clip_grad_norm", "compile")}
     with terminal.progress() as progress:
-        report = pipe.check(steps=steps, full_batch=full_batch, clip_grad_norm=clip_grad_norm, on_progress=progress)
+        report = pipe.check(**wanted, on_progress=progress)
     terminal.notes(report.notes, report.warnings)
     terminal.table(*tables.check(report))
     terminal.document("check", documents.check(report))
@@ -121,6 +122,7 @@ class Resuming(click.Command):
     show_default=True,
     help="Compare the first steps of a new plan with plain training, and probe its optimizer.",
 )
+@options.compiling
 @options.option("--deferred-batch-norm", is_flag=True, help="Update BatchNorm's running statistics once per minibatch.")
 @options.option(
     "--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="Number to keep; 0: all."

@@ -104,6 +104,7 @@ class CheckOptions(PipelineOptions, total=False):
     steps: int | None
     full_batch: bool | None
     clip_grad_norm: float | None
+    compile: bool | None
 
 
 class PlainOptions(PipelineOptions, total=False):
@@ -141,6 +142,7 @@ class TrainOptions(PipelineOptions, LaunchOptions, total=False):
     eval_every: int | None
     audit_every: int | str | None
     check: bool | None
+    compile: bool | None
     deferred_batch_norm: bool | None
     keep_checkpoints: int | None
     resume: bool | int | None
@@ -210,6 +212,7 @@ SWITCHES = frozenset(
     (
         *("allow_data_dependent", "no_verify", "vertical_sync", "full_batch", "trust_network", "check", "averaged"),
         *("deferred_batch_norm", "elastic", "trust", "allow_other_data", "timeline", "measure_memory"),
+        "compile",
     )
 )
 # options that are numbers, whole or not
@@ -295,7 +298,8 @@ def plan_settings(target: str | None, options: Mapping[str, Any]) -> PlanSetting
 
 def check_settings(target: str | None, options: Mapping[str, Any]) -> CheckSettings:
     """Return the settings of ``CheckOptions``."""
-    fields = _given(options, steps="steps", full_batch="full_batch", clip_grad_norm="clip_grad_norm")
+    names = ("steps", "full_batch", "clip_grad_norm", "compile")
+    fields = _given(options, **{name: name for name in names})
     return CheckSettings(plan_settings(target, options), **fields)
 
 
@@ -328,7 +332,7 @@ def train_settings(
     names = (
         *("steps", "epochs", "clip_grad_norm", "checkpoint_every", "audit_every", "deferred_batch_norm", "trust"),
         *("keep_checkpoints", "max_restarts", "elastic", "on_nonfinite", "init_from", "data_reader", "run_dir"),
-        "measure_memory",
+        *("measure_memory", "compile"),
     )
     resume = options.get("resume")
     resumes = resume is not None and resume is not False

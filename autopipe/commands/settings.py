@@ -141,6 +141,7 @@ class CheckSettings:
     steps: int = 2  # optimizer steps to compare
     full_batch: bool = False  # also compare every parameter with one step of a full batch
     clip_grad_norm: float = 0.0  # 0: no clipping
+    compile: bool = False  # compile the stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class TrainSettings:
     replay: str = "some"  # see ``runtime.job.Job``
     new_rate: float | None = None  # a learning rate that replaces the one of the checkpoint
     audit_every: int | None = None  # steps; 0: never; None: as often as costs little
+    compile: bool | None = None  # compile the stages; None: as in the resumed run, else not
 
     @property
     def restarts(self) -> int:

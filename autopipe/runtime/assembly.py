@@ -16,6 +16,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.checkpoint.initial import build_stages, weights_of
+from autopipe.runtime.compiled import compile_stage, refuse_split_backward
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
@@ -53,9 +54,12 @@ class RankAssembly:
     def executor(self) -> Executor:
         """Return what follows the row of this rank.
 
-        Raises: PlanError for float16 under a schedule whose minibatches overlap.
+        Raises: PlanError for float16 under a schedule whose minibatches overlap, and for ``compile`` under one that
+        splits the backward.
         """
         plan, request, job = self.context.plan, self.context.request, self.job
+        if job.compile:
+            refuse_split_backward(plan)
         schedule = make(plan.schedule, replace(request, num_minibatches=1))
         scaler = self._scaler(schedule)
         runners = self._runners(schedule, scaler)
@@ -91,6 +95,8 @@ class RankAssembly:
         runners = {}
         for planned, stage in zip(own, stages, strict=True):
             stage.place(torch.device(job.device))
+            if job.compile:
+                compile_stage(stage, functools.partial(self.reporter.at, waiting=False))
             runners[planned.index] = self._runner(planned, stage, schedule, scaler, carries_gradient)
         return runners
 

@@ -81,6 +81,8 @@ class Job:
     learning_rate: float | None = None
     # decay of the averaged weights; 0: no averages
     ema: float = 0.0
+    # run the stages as torch.compile generates them; see ``runtime.compiled``
+    compile: bool = False
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every

@@ -22,7 +22,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
-from autopipe.ir.gradients import trained_ties
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.transport.threads import run_in_threads
@@ -32,41 +31,16 @@ from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonf
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Subject, plain_training
+from autopipe.verify.reasons import why_another_order, why_not_bitwise
 from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
+# the most that the code of a compiler may differ from eager code, in the gradient of the median tensor in the first
+# step; a larger difference is not rounding
+_MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 # how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
-
-
-def why_another_order(context: RunContext) -> tuple[str, ...]:
-    """Return the reasons why a plan adds up in another order than one process."""
-    reasons = []
-    replicated = [stage.index for stage in context.plan.stages if stage.replicas > 1]
-    if replicated:
-        reasons.append(f"stages {replicated} are replicated: their gradients are added up per replica first")
-    reasons.extend(
-        f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]}: each adds up its own gradient first"
-        for tie in trained_ties(context.graph, context.plan)
-        if not tie.exact
-    )
-    return tuple(reasons)
-
-
-def why_not_bitwise(context: RunContext, job: Job) -> tuple[str, ...]:
-    """Return the reasons why the order of a sum is unknown, so that equality is promised only up to rounding."""
-    reasons = []
-    if not context.graph.exact:
-        reasons.append("the model takes another path with the same values when it is not captured (a mask of ones)")
-    if context.plan.workload.precision != "fp32":
-        reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
-    if job.device != "cpu":
-        reasons.append(f"{job.device} kernels may add up in another order from run to run")
-    dtypes = {context.graph.parameters[name].dtype for stage in context.plan.stages for name in stage.parameters}
-    if job.clip_grad_norm and len(dtypes) > 1:
-        reasons.append(f"the norm of gradients of several types ({', '.join(sorted(dtypes))}) is rounded differently")
-    return tuple(reasons)
 
 
 Gradients = dict[tuple[int, str], torch.Tensor | None]
@@ -155,14 +129,17 @@ class _Plain:
         """The device of the runs."""
         return torch.device(self.job.device)
 
-    def in_order(self, order: SumOrder, **changes: Any) -> _Trained:
-        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters."""
-        subject = self.joined(shared=False) if order.shared else None
+    def in_order(self, order: SumOrder, *, compiled: bool = False, **changes: Any) -> _Trained:
+        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters.
+
+        ``compiled``: its stages joined, and compiled.
+        """
+        subject = self.joined(shared=not order.shared, compiled=compiled) if order.shared or compiled else None
         return self.train(subject, order=order, **changes)
 
-    def joined(self, *, shared: bool) -> JoinedStages:
+    def joined(self, *, shared: bool, compiled: bool = False) -> JoinedStages:
         """Return the stages joined in one process."""
-        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared)
+        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared, compiled=compiled)
 
 
 def compare(
@@ -200,6 +177,8 @@ def compare(
         noise = Worst()
         if reasons:
             noise = _noise(reference, loop.in_order(order, reverse=True))
+        if job.compile:
+            reasons = (*reasons, _add_noise_of_compiler(noise, reference, loop.in_order(order, compiled=True), context))
     finally:
         torch.set_num_threads(threads)
     owners = _owners(context)
@@ -351,6 +330,24 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
     # infinite noise would allow every difference
     worst.errors, worst.gradients = _finite(worst.errors), _finite(worst.gradients)
     return worst
+
+
+def _add_noise_of_compiler(noise: Worst, eager: _Trained, compiled: _Trained, context: RunContext) -> str:
+    """Add to ``noise`` what a compiler changes in the plain loop. Return a sentence on it.
+
+    A difference too large for rounding is a fault of the compiler, and no noise.
+    """
+    first = _Orders.between(compiled, eager).gradients
+    usual = statistics.median(first.values()) if first else 0.0
+    text = f"the compiled plain loop differs from the eager one by {usual:.1e} in the median gradient of the first step"
+    limit = _MOST_COMPILED[context.plan.workload.precision]
+    if usual > limit:
+        return f"{text}, more than rounding can explain ({limit:g})"
+    changed = _noise(eager, compiled)
+    for known, more in ((noise.errors, changed.errors), (noise.gradients, changed.gradients)):
+        for name, error in more.items():
+            known[name] = max(known.get(name, 0.0), error)
+    return text
 
 
 def _averaged_in_flight(context: RunContext) -> set[str]:

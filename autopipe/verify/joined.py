@@ -20,6 +20,7 @@ from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.compiled import compile_stage
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.stage import Stage
@@ -29,10 +30,21 @@ from autopipe.workload.batches.forms import form_of
 
 
 class JoinedStages(Subject):
-    """``run``: the directory of the stage files, including those for other shapes that ranks have generated."""
+    """The stages as one module.
+
+    ``run``: the directory of the stage files, including those for other shapes that ranks have generated.
+    ``compiled``: run them as ``torch.compile`` generates them.
+    """
 
     def __init__(
-        self, run: RunDirectory, context: RunContext, workload: Workload, device: torch.device, *, shared: bool
+        self,
+        run: RunDirectory,
+        context: RunContext,
+        workload: Workload,
+        device: torch.device,
+        *,
+        shared: bool,
+        compiled: bool = False,
     ) -> None:
         self.workload, self.context = workload, context
         self.stages: list[Stage] = []
@@ -45,6 +57,8 @@ class JoinedStages(Subject):
                 with exclusive():
                     model = workload.build_model().to(device)
             adopted = cls.adopt(model, constants).place(device)
+            if compiled:
+                compile_stage(adopted)
             self.stages.append(adopted)
             self._register(stage.index, adopted)
         self.model = nn.ModuleList(self.stages)

@@ -30,11 +30,12 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.trace.record.patches import as_compiled
-from autopipe.verify.check import staleness, why_not_bitwise
+from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
+from autopipe.verify.reasons import why_not_bitwise
 from autopipe.workload import Workload
 
 # the part of the free memory that an audit may use
@@ -84,7 +85,7 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     if not all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(plain.loss))):
         return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
     reasons = (*why_not_bitwise(context, job), *([elsewhere] if elsewhere else []))
-    compared = _compared(run_after, loss, plain, context, reasons, take, settings)
+    compared = _compared(run_after, loss, plain, context, reasons, take, settings, compiled=job.compile)
     if not compared.equal and not reasons:
         asked: list[str] = []
         captured = take(replace(settings, within=functools.partial(as_compiled, asked, "")))
@@ -117,15 +118,26 @@ def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
 
 
 def _plain(
-    run: RunDirectory, context: RunContext, files: AuditFiles, device: torch.device, settings: PlainSettings
+    run: RunDirectory,
+    context: RunContext,
+    files: AuditFiles,
+    device: torch.device,
+    settings: PlainSettings,
+    *,
+    compiled: bool = False,
 ) -> _Step:
-    """Take the step with a new model, optimizer and scheduler, in the plan's order of sums."""
+    """Take the step with a new model, optimizer and scheduler, in the plan's order of sums.
+
+    ``compiled``: with the compiled stages, joined.
+    """
     workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
     settings = replace(settings, shares=lambda step: factors)
     # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
-    subject = JoinedStages(run, context, workload, device, shared=False) if shared else Subject(workload, device)
+    subject: Subject = Subject(workload, device)
+    if shared or compiled:
+        subject = JoinedStages(run, context, workload, device, shared=not shared, compiled=compiled)
     restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
     resumed = Resumed(files.step, restore)
     result = plain_training(workload, [item], settings, device=device, subject=subject, resumed=resumed)
@@ -184,14 +196,22 @@ def _compared(
     reasons: tuple[str, ...],
     take: functools.partial[_Step],
     settings: PlainSettings,
+    *,
+    compiled: bool = False,
 ) -> Comparison:
-    """Compare the results of the run and the plain loop, with the noise of another order if bits may differ."""
+    """Compare the results of the run and the plain loop, with the noise of another order if bits may differ.
+
+    ``compiled``: the run was compiled; what a compiler changes in the plain loop is noise as well.
+    """
     names = [name for name in ours if name in plain.tensors]
     names += [name for name in context.graph.parameters if name not in ours]
     noise: dict[str, float] = {}
     if reasons:
-        other = take(replace(settings, reverse=True))
-        noise = {name: relative_error(other.tensors[name], tensor) for name, tensor in plain.tensors.items()}
+        others = [take(replace(settings, reverse=True)), *([take(settings, compiled=True)] if compiled else [])]
+        noise = {
+            name: max(relative_error(other.tensors[name], tensor) for other in others)
+            for name, tensor in plain.tensors.items()
+        }
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
         for name in (*stage.parameters, *stage.buffers):

@@ -26,6 +26,7 @@ from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
+from autopipe.runtime.compiled import refuse_split_backward
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.trace.loss.coupling import normalised_layers
@@ -64,10 +65,16 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if repeating.begun:
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
+        if settings.compile:
+            refuse_split_backward(prepared.plan)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
         compared = _compare(
-            prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm, ema=settings.plan.ema or 0.0
+            prepared,
+            settings.steps,
+            clip_grad_norm=settings.clip_grad_norm,
+            ema=settings.plan.ema or 0.0,
+            compile=settings.compile,
         )
         result = compared.comparison
         if result is None:
@@ -174,7 +181,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     """
     marker = settings.plan.work_dir / "checked"
     options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
-    options["ema"] = settings.plan.ema or 0.0
+    options |= {"ema": settings.plan.ema or 0.0, "compile": bool(settings.compile)}
     known = _mark(prepared, tuple(options.values()))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
@@ -203,6 +210,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
     if result.bitwise and result.orders:
         kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
+    if settings.compile:
+        kind += f" (tolerance {result.tolerance:.1e}: --compile rounds differently than eager code)"
     events("note", {"text": f"{_FIRST_STEPS} steps compared with plain training: equal, {kind}"})
 
 

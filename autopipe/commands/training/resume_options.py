@@ -8,7 +8,7 @@ option                              with ``--resume``
 --seed, --batch-size                another value is refused: random numbers and the position in the data depend on it
 --num-microbatches, --precision,    applied from here on, with a note
 --clip-grad-norm, --ema,
---deferred-batch-norm
+--deferred-batch-norm, --compile
 ==================================  ================================================================================
 """
 
@@ -79,6 +79,7 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
         plan=plan if _stored_plan_fits(plan, recorded) else _as_planned(plan, recorded),
         clip_grad_norm=recorded.clip_grad_norm if settings.clip_grad_norm is None else settings.clip_grad_norm,
         deferred_batch_norm=settings.deferred_batch_norm or recorded.deferred_batch_norm,
+        compile=recorded.compile if settings.compile is None else settings.compile,
         new_rate=None if rate == recorded.lr else rate,
     )
 
@@ -147,6 +148,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             "clip_grad_norm": "clip-grad-norm",
             "deferred_batch_norm": "deferred-batch-norm",
             "ema": "ema",
+            "compile": "compile",
             "lr": "a learning rate of",
         }.items()
         if getattr(now, field) != getattr(recorded, field)
@@ -161,6 +163,7 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
         clip_grad_norm=settings.clip_grad_norm or 0.0,
         deferred_batch_norm=settings.deferred_batch_norm,
         ema=settings.plan.ema or 0.0,
+        compile=bool(settings.compile),
     )
 
 

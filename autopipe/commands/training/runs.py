@@ -40,6 +40,7 @@ from autopipe.report.results import TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.initial import weights_of
+from autopipe.runtime.compiled import refuse_split_backward
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.training_state.trial import prove_restorable
 
@@ -90,6 +91,8 @@ def train(
             for warning in prepared.warnings:
                 events("note", {"text": f"warning: {warning}"})
             events("plan", {"plan": prepared.plan})
+            if settings.compile:
+                refuse_split_backward(prepared.plan)
             if settings.evaluate_every:
                 remedy = "omit --eval-every; after training, run autopipe export and evaluate the model itself"
                 refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
@@ -201,6 +204,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         replay=settings.replay,
         learning_rate=settings.new_rate,
         ema=settings.plan.ema or 0.0,
+        compile=bool(settings.compile),
     )
 
 

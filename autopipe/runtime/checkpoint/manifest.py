@@ -75,6 +75,7 @@ class TrainingOptions:
     deferred_batch_norm: bool = False
     schedule: str = ""
     ema: float = 0.0
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)

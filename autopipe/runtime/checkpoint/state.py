@@ -52,6 +52,7 @@ def options_of(plan: Plan, job: Job) -> TrainingOptions:
         job.deferred_batch_norm,
         plan.schedule,
         job.ema,
+        job.compile,
     )
 
 
