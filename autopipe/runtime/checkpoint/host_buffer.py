@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ class HostBuffer:
         self.bytes = memory[begin : begin + num_bytes]
         # why its pages are not locked although that was requested; "": they are, or it was not
         self.refusal = ""
+        # events of copies into the buffer that may still run
+        self._pending: list[Any] = []
         self._unlock: weakref.finalize[..., HostBuffer] | None = None
         if pinned and num_bytes:
             self._lock(self.bytes.data_ptr(), size)
@@ -47,13 +50,33 @@ class HostBuffer:
             _discard_last_error()
             self.refusal = f"CUDA cannot lock {in_bytes(size)} of host memory (cudaHostRegister: error {code})"
         else:
-            self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, pointer)
+            self._unlock = weakref.finalize(self, _unlock, runtime, pointer, self._pending)
+
+    def copies_end_with(self, event: Any) -> None:
+        """Note a CUDA event, after which the copies into the buffer that were queued so far are complete."""
+        self._pending.append(event)
+
+    def wait(self) -> None:
+        """Wait until the copies into the buffer are complete."""
+        _wait(self._pending)
 
     def release(self) -> None:
-        """Unlock its pages, and forget the memory."""
+        """Wait for the copies, unlock the pages, and forget the memory."""
+        self.wait()
         if self._unlock is not None:
             self._unlock()
         self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _wait(pending: list[Any]) -> None:
+    while pending:
+        pending[0].synchronize()
+        del pending[0]
+
+
+def _unlock(runtime: Any, pointer: int, pending: list[Any]) -> None:
+    _wait(pending)  # a GPU must not write into memory that is free
+    runtime.cudaHostUnregister(pointer)
 
 
 def _discard_last_error() -> None:

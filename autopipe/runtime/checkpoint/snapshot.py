@@ -1,8 +1,9 @@
 """``Snapshot``: copies of tensors in one buffer with the layout of a safetensors file.
 
-Training stops while a checkpoint is copied, and continues while it is written. So the copy must be short and the
-writing cheap: the buffer is reused for the next checkpoint, and the SHA-256 of the file is computed from memory while
-the file is written.
+On a CPU, training stops while a checkpoint is copied, and continues while it is written. A GPU copies in the order of
+its stream, before the next step changes the tensors; the host queues further work meanwhile, and the writing thread
+waits for the copy. So the copy must be short and the writing cheap: the buffer is reused for the next checkpoint, and
+the SHA-256 of the file is computed from memory while the file is written.
 
 The file: 8 bytes, the length of the header; the header, JSON with dtype, shape and offsets of each tensor; the data.
 Source: the format section of the safetensors README.
@@ -90,11 +91,17 @@ class Snapshot:
                 place = self._buffer.bytes[begin:end].view(tensor.dtype).view(tensor.shape)
                 place.copy_(tensor.detach(), non_blocking=self._buffer.pinned)
             begin = end
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
+        if self._buffer.pinned and any(tensor.is_cuda for tensor in tensors):
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            copied.record(torch.cuda.current_stream())
+            self._buffer.copies_end_with(copied)
 
     def write(self, path: Path) -> tuple[str, int]:
-        """Write and flush the file, and return its SHA-256 and its size in bytes. Raises: OSError."""
+        """Write and flush the file, and return its SHA-256 and its size in bytes. Waits for the copies of a GPU.
+
+        Raises: OSError.
+        """
+        self._buffer.wait()
         data = self._buffer.bytes[: self._num_bytes].numpy().data
         digest = hashlib.sha256(self._header)
         hashing = threading.Thread(target=digest.update, args=(data,), name="sha256")

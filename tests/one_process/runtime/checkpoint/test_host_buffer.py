@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.models.weights import pipeline
+from support.nccl.synchronizations import counted
 from support.pipelines import minibatches
 
 from autopipe.runtime.checkpoint import host_buffer
@@ -104,6 +106,54 @@ def test_a_snapshot_locks_a_larger_buffer_in_place_of_the_old_one(cudart: Cudart
     del snapshot
     gc.collect()
     assert cudart.locked == {}
+
+
+class Event:
+    """Stands in for a CUDA event: when it was recorded, and whether someone waited for it."""
+
+    all: ClassVar[list[Event]] = []
+
+    def __init__(self) -> None:
+        self.recorded = self.waited = False
+        Event.all.append(self)
+
+    def record(self, stream: Any) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.waited = True
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    monkeypatch.setattr(Event, "all", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event.all
+
+
+def test_training_does_not_wait_for_the_copy_of_a_gpu_but_the_writing_does(cudart, events, tmp_path) -> None:
+    with counted() as mode:
+        weights = {"w": torch.empty(1000, device="cuda"), "n": torch.ones(3)}
+        snapshot = Snapshot(pinned=True)
+        snapshot.take(weights)
+        assert [event.waited for event in events] == [False] and not mode.counts["synchronize"]
+        snapshot.write(tmp_path / "file")
+        assert events[0].waited
+        snapshot.take(weights)
+        assert [event.waited for event in events] == [True, False]
+
+
+def test_the_pages_of_a_buffer_stay_locked_while_a_gpu_copies_into_it(cudart, events) -> None:
+    for end in (HostBuffer.release, lambda buffer: None):
+        buffer = HostBuffer(100, pinned=True)
+        copied = Event()
+        copied.record(None)
+        buffer.copies_end_with(copied)
+        end(buffer)
+        del buffer
+        gc.collect()
+        assert copied.waited and cudart.locked == {}
 
 
 def test_a_saver_reports_once_that_copies_are_not_page_locked(cudart: Cudart, tmp_path: Path) -> None:
