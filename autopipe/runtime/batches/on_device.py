@@ -1,8 +1,9 @@
 """The tensors of a microbatch on the device of a rank. To a GPU, each is copied when a stage first reads it.
 
 So a rank copies only what its own stages read of the microbatches that it runs, and a window of minibatches takes no
-device memory. The copies run on a stream of their own, from page-locked memory: the host waits for none of them, and
-they overlap with the kernels that are queued already.
+device memory. The copies run on a stream of their own, from page-locked memory: the host does not wait for them, and
+they overlap with the kernels that are queued already. Only for memory that the user's data has locked itself does the
+host wait, for the transfer alone: the next minibatch may overwrite it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ class Copies:
         """Start to copy a tensor. Kernels that are queued from now on wait for the copy."""
         if leaf.is_cuda or leaf.layout != torch.strided:  # the user's data is on a GPU, or cannot be locked
             return leaf.to(self._device, non_blocking=True)
-        locked = leaf if leaf.is_pinned() else _dense(leaf).pin_memory()
+        users = leaf.is_pinned()
+        locked = leaf if users else _dense(leaf).pin_memory()
         with torch.cuda.stream(self._stream):
-            moved = locked.to(self._device, non_blocking=True)
+            moved = locked.to(self._device, non_blocking=not users)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         moved.record_stream(current)  # its memory belongs to the other stream

@@ -136,10 +136,18 @@ def test_the_leaves_of_a_batch_are_copied_when_they_are_read_and_the_host_does_n
         placed = Placement(CUDA).of(leaves)
         assert list(placed) == ["x", "unread"] and "x" in placed and len(placed) == 2
         assert not waits.locked
-        assert placed["x"].is_cuda and placed["x"].shape == (4, 3)
+        copied = placed["x"]
+        assert copied.is_cuda and copied.shape == (4, 3)
         assert waits.locked == {id(leaves["x"])}
     assert waits.total == 0, waits.counts
     assert Placement(torch.device("cpu")).of({"x": (leaf := torch.ones(2))})["x"] is leaf
+
+
+def test_memory_that_the_data_has_locked_is_read_before_the_next_minibatch_overwrites_it() -> None:
+    with counted() as waits:
+        buffer = torch.ones(4, 3).pin_memory()
+        assert Placement(CUDA).of({"x": buffer})["x"].is_cuda
+        assert dict(waits.counts) == {"from pageable memory": 1}  # the name of a copy for which the host waits
 
 
 @pytest.mark.parametrize(
