@@ -7,15 +7,23 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands, write_model
-from support.warm import reading
+from support.warm import DATA_LIBRARY, brief, reading
 
 from autopipe.commands.training import repeating
+from autopipe.launch.rank import forked
+
+# before any test starts the fork server of this process
+forked.PRELOAD = [*forked.PRELOAD, DATA_LIBRARY]
 
 
 @pytest.fixture(autouse=True)
 def warm_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process read data in processes that need not import torch, unless ``NEW_PROCESSES`` of the module."""
+    """Let this process read data in processes that need not import torch, unless ``NEW_PROCESSES`` of the module.
+
+    It also waits less.
+    """
     if not getattr(request.module, "NEW_PROCESSES", False):
+        brief.shorten(monkeypatch.setattr)
         monkeypatch.setattr(repeating, "probe_command", reading.command)
 
 

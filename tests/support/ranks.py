@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "autopipe.runtime.transport.distributed"]
+from autopipe.launch.rank.forked import preload
 
 
 def _run(function: Callable[..., Any], rank: int, world: int, store: str, connection: Connection, args: tuple) -> None:
@@ -32,8 +32,8 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, connec
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: float = 60.0) -> list[Any]:
     """Return the results of ``function(rank, world, *args)`` by rank. A failure or a timeout is an error."""
+    preload()  # the only fork server of this process, which commands use, too
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:

@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 from support.commands import AUTOPIPE, training, write_model
+from support.warm.programs import run_warm
+
+
+def call_warm(folder: Path, *words: str, env: dict[str, str] | None = None) -> CompletedProcess[str]:
+    """Call a command without special streams or interpreter settings."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return run_warm(AUTOPIPE, *words, cwd=folder, env=environment, timeout=240)
 
 
 def call(folder: Path, *words: str, env: dict[str, str] | None = None, **streams: Any) -> CompletedProcess[str]:
@@ -25,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder whose model is profiled and planned, so that each run takes seconds."""
     directory = tmp_path_factory.mktemp("odd")
     write_model(directory, steps=20)
-    assert call(directory, *training(steps=1), capture_output=True).returncode == 0
+    assert call_warm(directory, *training(steps=1)).returncode == 0
     return directory
 
 
@@ -47,21 +54,21 @@ def test_a_run_in_a_path_that_the_locale_cannot_decode_succeeds(folder: Path) ->
     assert done.returncode == 0, done.stderr
     assert (folder / "rün☃" / "checkpoints" / "step-00000002").is_dir()
     # it resumes under another locale
-    done = call(folder, *training(steps=3, run="rün☃"), "--no-check", "--resume", capture_output=True)
+    done = call_warm(folder, *training(steps=3, run="rün☃"), "--no-check", "--resume")
     assert done.returncode == 0, done.stderr
 
 
 def test_sockets_are_not_placed_in_a_temporary_folder_with_a_long_path(folder: Path, tmp_path: Path) -> None:
     long = tmp_path / ("l" * 140)
     long.mkdir()
-    done = call(folder, *training(steps=2, run="long"), "--no-check", capture_output=True, env={"TMPDIR": str(long)})
+    done = call_warm(folder, *training(steps=2, run="long"), "--no-check", env={"TMPDIR": str(long)})
     assert done.returncode == 0, done.stderr
     assert not list(long.glob("pymp-*"))
 
 
 def test_a_dangling_link_is_named(folder: Path) -> None:
     (folder / "link").symlink_to("/nowhere/at/all")
-    done = call(folder, *training(steps=2, run="link"), "--no-check", capture_output=True)
+    done = call_warm(folder, *training(steps=2, run="link"), "--no-check")
     assert done.returncode == 1
     assert "link is a link to /nowhere/at/all, which does not exist" in done.stderr
 

@@ -83,10 +83,10 @@ def test_a_second_ctrl_c_ends_the_run_immediately(commands: Commands, tmp_path: 
 
 
 def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Commands, tmp_path: Path) -> None:
-    words = training(steps=600)
+    words = training(steps=240)
     process = commands.start(*words, "--checkpoint-every", "5", "--max-restarts", "2", "--json")
     for number, victim in enumerate((1, 0)):
-        ranks = wait_for_steps(tmp_path / "run", process, count=12 + 100 * number)
+        ranks = wait_for_steps(tmp_path / "run", process, count=12 + 40 * number)
         ranks[victim].kill()
         assert_gone(ranks[victim : victim + 1])
     out, err = process.communicate(timeout=120)
@@ -96,20 +96,20 @@ def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Comma
     assert [restart["rank"] for restart in document["restarts"]] == [1, 0]
     assert all("SIGKILL" in restart["what"] and restart["from_step"] % 5 == 0 for restart in document["restarts"])
     assert "restart 1 of 2, from the checkpoint of step" in err
-    assert len(document["losses"]) == document["step"] == 600
+    assert len(document["losses"]) == document["step"] == 240
     assert leftovers(tmp_path / "run") == []
-    assert_undisturbed(commands, "run", 600)
+    assert_undisturbed(commands, "run", 240)
 
 
 def test_an_elastic_run_continues_with_the_remaining_ranks(commands: Commands, tmp_path: Path) -> None:
-    process = commands.start(*training(3, steps=500), "--checkpoint-every", "5", "--elastic", "--json")
+    process = commands.start(*training(3, steps=200), "--checkpoint-every", "5", "--elastic", "--json")
     wait_for_steps(tmp_path / "run", process, count=12)[2].kill()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     document = json.loads(out)
     assert [restart["ranks"] for restart in document["restarts"]] == [2]
-    assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 500)
-    assert_undisturbed(commands, "run", 500)
+    assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 200)
+    assert_undisturbed(commands, "run", 200)
 
 
 def test_the_same_failure_without_progress_is_not_tried_a_third_time(commands: Commands, tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm.programs import run_warm
 
 MODEL = """
 import torch
@@ -54,7 +53,7 @@ def run(tmp_path: Path, script: str) -> None:
     for folder, name in (("a", "relu"), ("b", "tanh")):
         write(tmp_path / folder / "model.py", f"from torch import {name} as activation\n{MODEL}")
     write(tmp_path / "script.py", BEGIN + script)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_warm("script.py", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -257,7 +256,7 @@ assert all("calls a method of Pipeline when it is imported" in text for text in 
 def test_an_unguarded_script_that_defines_the_model_is_refused(tmp_path: Path) -> None:
     begin = f"from torch import relu as activation\nimport autopipe\n{MODEL}\n"
     write(tmp_path / "unguarded.py", f"{begin}autopipe.Pipeline(build_model, data=data).profile(estimate=True)\n")
-    done = subprocess.run([sys.executable, "unguarded.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_warm("unguarded.py", cwd=tmp_path, timeout=240)
     assert done.returncode == 1
     assert "RunError: the calling script calls a method of Pipeline when it is imported" in done.stderr
     assert 'try: call it under `if __name__ == "__main__":`' in done.stderr

@@ -45,13 +45,21 @@ def wait_for_step(folder: Path, process: subprocess.Popen[str]) -> list[psutil.P
     return wait_for_steps(folder / "run", process)
 
 
-def test_an_error_of_the_users_code_is_shown_with_rank_stage_and_instruction(start, tmp_path: Path) -> None:
-    process = start(steps=20, bad=2)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 3, (out, err)
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run a model that fails on its sixth minibatch; return the folder and what was reported."""
+    folder = tmp_path_factory.mktemp("failed")
+    write_model(folder, steps=20, bad=5)
+    with Commands(folder) as commands:
+        _, err = commands.run(*training(2, steps=20), code=3)
+    return folder, err
+
+
+def test_an_error_of_the_users_code_is_shown_with_rank_stage_and_instruction(failed: tuple[Path, str]) -> None:
+    _, err = failed
     assert "index out of range" in err
     assert "stage 1" in err or "stage 0" in err
-    assert "F3@2" in err or "F2:3@2" in err
+    assert "F3@5" in err or "F5:3@5" in err
     assert "stage_1.py:" in err or "stage_0.py:" in err
     assert "self.table(" in err
     assert ", which is Net, model.py:" in err
@@ -82,10 +90,9 @@ def test_a_killed_supervisor_leaves_no_process(start, tmp_path: Path) -> None:
     assert_gone(family)
 
 
-def test_a_failed_run_keeps_its_metrics(start, tmp_path: Path) -> None:
-    process = start(steps=20, bad=5)
-    process.communicate(timeout=120)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+def test_a_failed_run_keeps_its_metrics(failed: tuple[Path, str]) -> None:
+    folder, _ = failed
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
 
 
@@ -105,19 +112,14 @@ def test_a_loss_that_is_nan_ends_the_run_with_step_and_checkpoint(tmp_path: Path
         commands.end()
 
 
-def test_out_of_memory_reports_predicted_and_used_memory_and_a_plan_that_fits(start, tmp_path: Path) -> None:
+def test_out_of_memory_reports_predicted_and_used_memory_and_a_plan_that_fits(tmp_path: Path) -> None:
     write_model(tmp_path, steps=20, bad=-1)
     model = (tmp_path / "model.py").read_text()
     model += HUNGRY
-    commands = Commands(tmp_path)
     (tmp_path / "model.py").write_text(model)
-    process = commands.start(*training(2, steps=20))
-    try:
-        _, err = process.communicate(timeout=120)
-    finally:
-        commands.end()
+    with Commands(tmp_path) as commands:
+        _, err = commands.run(*training(2, steps=20), code=3)
     text = " ".join(err.split())
-    assert process.returncode == 3, err
     assert "out of memory: the plan predicted" in text
     assert re.search(r"tried to allocate [\d.]+ GiB more", text), text
     assert "--gpu-memory" in text

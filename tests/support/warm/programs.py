@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from support.warm import reading
+from support.warm import brief, reading
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 TORCH = "torch", "torch._dynamo", "safetensors.torch"
@@ -115,6 +115,7 @@ def _become(request: dict[str, Any]) -> None:
         sys.modules[request["without"]] = None  # type: ignore[assignment]
     if request["probe"]:
         sys.modules["autopipe.commands.training.repeating"].probe_command = lambda: request["probe"]  # type: ignore[attr-defined]
+        brief.shorten(setattr)
     program, *arguments = request["command"]
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).resolve().parent)

@@ -13,6 +13,7 @@ import array
 import atexit
 import fcntl
 import functools
+import importlib
 import json
 import os
 import signal
@@ -30,12 +31,14 @@ FRESH = [sys.executable, "-P", "-m", "autopipe.workload.batches.probe"]
 @functools.cache
 def command() -> list[str]:
     """Return the command, after starting its server."""
+    from support.warm import DATA_LIBRARY
+
     path = str(Path(tempfile.mkdtemp(prefix="ap-", dir="/tmp")) / "probe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         server = subprocess.Popen(
-            [sys.executable, "-P", __file__, "serve", str(listener.fileno())],
+            [sys.executable, "-P", __file__, "serve", str(listener.fileno()), DATA_LIBRARY],
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
@@ -68,12 +71,13 @@ def _ask(path: str) -> None:
         connection.recv(1)
 
 
-def _serve(descriptor: int) -> None:
-    """Fork for every request."""
+def _serve(descriptor: int, library: str) -> None:
+    """Fork for every request, after importing a library."""
     from autopipe.launch.rank.parent_death import die_with_parent
     from autopipe.workload.batches import probe
 
     die_with_parent()
+    importlib.import_module(library)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX, fileno=descriptor) as listener:
         while True:
@@ -110,4 +114,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "ask":
         _ask(sys.argv[2])
     else:
-        _serve(int(sys.argv[2]))
+        _serve(int(sys.argv[2]), sys.argv[3])
