@@ -55,9 +55,10 @@ def describe_device(device: torch.device, threads: int) -> Device:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the number of free bytes on a device."""
+    """Return the number of free bytes on a device, with those that torch's allocator keeps and no tensor uses."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return int(psutil.virtual_memory().available)
 
 

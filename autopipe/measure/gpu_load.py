@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,8 +53,23 @@ class GpuLoad:
         self._written.zero_()
 
     def _multiply(self, count: int) -> None:
-        for _ in range(count):
-            torch.mm(self._matrix, self._matrix, out=self._product)
+        with _any_algorithm():
+            for _ in range(count):
+                torch.mm(self._matrix, self._matrix, out=self._product)
+
+
+@contextlib.contextmanager
+def _any_algorithm() -> Iterator[None]:
+    """Permit products although the user's code requires deterministic algorithms, which cuBLAS needs a variable for."""
+    required = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if required:
+        torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        if required:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def event() -> Any:

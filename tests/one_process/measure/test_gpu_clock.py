@@ -12,7 +12,7 @@ from torch import nn
 
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock, Times, Windows
-from autopipe.measure.device import describe_device
+from autopipe.measure.device import available_bytes, describe_device
 from autopipe.measure.piece import StateCopies
 
 GPU = torch.device("cuda", 0)
@@ -83,6 +83,22 @@ def test_a_repetition_does_not_find_its_data_in_the_cache(gpu):
         assert clock.time(lambda: gpu.kernel(1e-3, reads="weights"))[1] == pytest.approx(1e-3)
 
 
+def test_the_load_needs_no_deterministic_algorithm_and_leaves_the_requirement(gpu, monkeypatch):
+    required = []
+    products = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda *a, **k: required.append(torch.are_deterministic_algorithms_enabled()) or products(*a, **k)
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        clock = hot()
+        assert required and not any(required)
+        clock.time(lambda: required.append(torch.are_deterministic_algorithms_enabled()))
+        assert required[-1] and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_median_window_of_a_gpu_counts_and_the_median_of_few_times():
     windows = Clock(GPU).windows()
     for seconds in (3.0, 1.0, 9.0):
@@ -123,3 +139,11 @@ def test_a_profile_knows_the_gpus_of_its_host_and_whether_they_are_peers(monkeyp
     device = describe_device(GPU, 1)
     assert (device.name, device.memory_bytes) == ("NVIDIA H200", 2**37)
     assert (device.per_host, device.peer_access) == described
+
+
+def test_memory_that_the_allocator_keeps_is_available(monkeypatch):
+    """After the segments, most of a GPU is reserved, and the complete model fits all the same."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    assert available_bytes(GPU) == 1000 + 6500
