@@ -20,7 +20,7 @@ from autopipe.errors import RunError
 from autopipe.generate import generate
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
-from autopipe.measure.on_device import described_on
+from autopipe.measure.on_device import described_as
 from autopipe.report.results import EvaluateResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -142,7 +142,6 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     captured = capture(
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
-    captured = described_on(job.device.partition(":")[0], captured, workload)
     # an evaluation takes no optimizer steps: the after_step hook need not be named again
     now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
     if now.digest != before.digest:
@@ -153,6 +152,7 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
             remedy="name the model file as it was when the run was made, with its --arg",
         )
     captured = dataclasses.replace(captured, graph=dataclasses.replace(now, after_step=graph.after_step))
+    captured = described_as(graph, captured)
     plan = dataclasses.replace(plan, workload=in_full(workload.spec))
     settings = ProfileSettings(
         ModelSettings(), device=job.device, allow_data_dependent=job.allow_data_dependent, verify=False

@@ -19,7 +19,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
-from autopipe.measure.on_device import described_on
+from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
 from autopipe.trace.explain import depends_on_data
 from autopipe.workload import LoadOptions, Workload
@@ -111,6 +111,8 @@ def load_model(
             captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
         )
         captured = dataclasses.replace(captured, graph=known)
+        if stored.device.kind == kind:
+            captured = described_as(stored.graph, captured)
     return Model(workload, captured, built)
 
 

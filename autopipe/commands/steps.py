@@ -38,6 +38,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
+from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import ASSUMED_HOSTS, with_estimated_times
 from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
@@ -146,7 +147,10 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
                 where=str(work.store.plan),
                 remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
             )
-        files = generate_stages(model.capture, plan, work.store.stages)
+        captured, stored = model.capture, work.load(Profile, work.store.profile)
+        if stored is not None and stored.graph.digest == plan.graph_digest:
+            captured = described_as(stored.graph, captured)
+        files = generate_stages(captured, plan, work.store.stages)
         evaluation.record(model, plan, settings, work)
         remember_stages(work.store.stages)
         return GenerateResult(plan, tuple(str(path) for path in files), tuple(work.notes))

@@ -185,10 +185,14 @@ class Graph:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The identity of the model: other layers, shapes, constants or order change it; other weights do not."""
+        """The identity of the model: other layers, shapes, constants or order change it; other weights do not.
+
+        Nor does another device, whose dtypes and memory orders may differ: it can resume a checkpoint.
+        """
+        specs = [node.spec and node.spec.as_captured for node in self.nodes]
         anonymous = [
-            (n.name, n.kind, n.target, n.inputs, n.spec, n.arguments, n.parameters, n.buffers, n.context)
-            for n in self.nodes
+            (n.name, n.kind, n.target, n.inputs, spec, n.arguments, n.parameters, n.buffers, n.context)
+            for n, spec in zip(self.nodes, specs, strict=True)
         ]
         hook = (self.after_step,) if self.after_step else ()
         return digest((self.inputs, anonymous, self.outputs, self.parameters, self.buffers, self.aliases, *hook))

@@ -127,6 +127,8 @@ class TensorSpec:
     # the dimensions from the outermost in memory to the innermost, then 1 for each that has gaps after its elements,
     # else 0; () for a contiguous tensor
     order: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    # the dtype on the CPU, where models are captured, if it is another one than on the device that computes; else ""
+    captured_dtype: str = field(default="", metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -138,6 +140,13 @@ class TensorSpec:
         count = len(self.shape)
         if self.order and (sorted(self.order[:count]) != [*range(count)] or len(self.order) != 2 * count):
             raise ValueError(f"{list(self.order)} is not a memory order of {count} dimensions")
+
+    @property
+    def as_captured(self) -> TensorSpec:
+        """The same tensor on the CPU, which does not depend on the device that computes."""
+        if not self.order and not self.captured_dtype:
+            return self
+        return TensorSpec(self.shape, self.captured_dtype or self.dtype, self.requires_grad)
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with the values in ``sizes``. Raises: ValueError as ``evaluate``."""

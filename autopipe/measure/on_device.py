@@ -52,6 +52,15 @@ def described_on(kind: str, capture: _T, workload: _Batches) -> _T:
     return _with_nodes(capture, nodes_on(torch.device(kind, 0), capture, leaves))
 
 
+def described_as(graph: Graph, capture: _T) -> _T:
+    """Return the capture with the dtypes and memory orders of an equal graph, of which a plan may have been made.
+
+    The kernels of two GPUs may choose other orders, and a host without a GPU does not know those of all kernels.
+    """
+    specs = {node.name: node.spec for node in graph.nodes}
+    return _with_nodes(capture, tuple(dataclasses.replace(n, spec=specs[n.name]) for n in capture.graph.nodes))
+
+
 def _with_nodes(capture: _T, nodes: tuple[Node, ...]) -> _T:
     by_name = {node.name: node for node in nodes}
     for node in capture.module.graph.nodes:
@@ -101,7 +110,11 @@ def _described(node: Node, value: Any) -> Node:
         return node
     dtype = str(value.dtype).removeprefix("torch.")
     order = () if value.is_contiguous() else tuple(memory_order(value))
-    return dataclasses.replace(node, spec=dataclasses.replace(node.spec, dtype=dtype, order=order))
+    captured = node.spec.as_captured.dtype
+    spec = dataclasses.replace(
+        node.spec, dtype=dtype, order=order, captured_dtype=captured if captured != dtype else ""
+    )
+    return dataclasses.replace(node, spec=spec)
 
 
 def _forget(graph: Graph, values: dict[str, Any], position: int) -> None:

@@ -10,7 +10,7 @@ from support.samples import SAMPLES
 
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.tensor import TensorSpec
-from autopipe.measure.on_device import described_on
+from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 
@@ -74,7 +74,12 @@ def test_values_of_a_gpu_have_its_dtypes_and_their_memory_order(tmp_path: Path) 
     norm = next(i for i, node in enumerate(captured.graph.nodes) if node.module_type == "GroupNorm")
     assert [captured.graph.nodes[norm].spec.dtype, specs[norm].dtype] == ["bfloat16", "float32"]
     assert any(spec is not None and spec.order[:4] == (0, 2, 3, 1) for spec in specs)
-    assert described.graph.digest != captured.graph.digest
+    # it is the same model: the other device can resume its checkpoint, and its plan fits a capture without a GPU
+    assert described.graph.digest == captured.graph.digest
+    again = described_as(described.graph, captured)
+    assert again.graph.nodes == described.graph.nodes != captured.graph.nodes
+    nodes = [node.meta["node"] for node in again.module.graph.nodes if "node" in node.meta]
+    assert nodes and all(node in described.graph.nodes for node in nodes)
     # the planner counts the bytes that the GPU sends
     assert sum(c.crossing_bytes(p, 4) for c in (Cuts(described.graph),) for p in c.legal) > sum(
         c.crossing_bytes(p, 4) for c in (Cuts(captured.graph),) for p in c.legal
