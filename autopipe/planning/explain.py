@@ -104,14 +104,16 @@ def _compute(problem: Problem, plan: Plan, stage: int, start: int, stop: int) ->
 
     Replicas divide them.
     """
-    edges, tables, ranks = problem.tables.edges, problem.tables, plan.stages[stage].ranks
+    edges, tables, planned = problem.tables.edges, problem.tables, plan.stages[stage]
     i, j = edges.index(start), edges.index(stop)
     seconds = float(tables.forward_seconds[i, j] + tables.backward_seconds[i, j])
-    if plan.stages[stage].recompute == "stage":
+    if planned.recompute == "stage":
         seconds += float(tables.forward_seconds[i, j])
-    elif plan.stages[stage].recompute == "block":
+    elif planned.recompute == "block":
         seconds += float(problem.block_tables.again_seconds[i, j])
-    return seconds / problem.cluster.speed_of(ranks) / len(ranks)
+        if planned.units[-1][1] < planned.stop:  # its last unit is kept
+            seconds -= float(problem.block_tables.last_seconds[i, j])
+    return seconds / problem.cluster.speed_of(planned.ranks) / planned.replicas
 
 
 def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:

@@ -11,6 +11,7 @@ from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.units import may_run_twice
+from autopipe.planning.explain import explain
 
 
 def in_modules(profile: Profile, path_of: dict[int, str]) -> Profile:
@@ -115,11 +116,14 @@ def test_calls_of_checkpoint_stay_recomputed_unless_recompute_is_off() -> None:
 
 
 def test_the_last_unit_of_a_stage_with_one_microbatch_in_flight_is_not_recomputed() -> None:
-    plan = make_plan(chain(16, saved=GIB, output=GIB // 16), machine(2), options_of("block", "1f1b"))
+    profile, options = chain(16, saved=GIB, output=GIB // 16), options_of("block", "1f1b")
+    plan = make_plan(profile, machine(2), options)
     first, last = plan.stages
     assert first.units[-1][1] == first.stop
     assert last.units[-1][1] < last.stop
     assert last.recompute_seconds < last.forward_seconds == pytest.approx(0.02 * (last.stop - last.start))
+    (reason,) = explain(plan, profile, machine(2), options).cuts
+    assert reason.earlier_seconds == pytest.approx(last.seconds + 0.02 * 4)  # of one layer more, which is recomputed
 
 
 def test_block_is_refused_with_the_reason() -> None:
