@@ -28,7 +28,7 @@ def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any
     where = launching.settings(given)
     with terminal.progress() as progress:
         result = doctor.examine_hosts(where, progress) if where.hosts else doctor.examine(work_dir, progress)
-        measured = measure_links(work_dir, None, progress) if links else None
+        measured = measure_links(work_dir, None, progress, where) if links else None
     terminal.table(tables.findings(result), *plans.links(measured))
     terminal.document("doctor", documents.doctor(result) | documents.links(measured))
     return 0 if result.healthy else 1

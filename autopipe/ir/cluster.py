@@ -108,6 +108,7 @@ class Links:
     bandwidth: float  # bytes per second
     all_reduce_bandwidth: float  # bytes per second
     host: RuntimeOverhead = RuntimeOverhead()
+    across: Level | None = None  # between this machine and another one; None: not measured
 
     def __post_init__(self) -> None:
         if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:

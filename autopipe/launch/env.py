@@ -71,6 +71,26 @@ def follow(identity: RankIdentity, settings: LaunchSettings) -> int:
     return peer.follow(identity, peer.connect(host, port))
 
 
+def store_of(identity: RankIdentity, settings: LaunchSettings, *, timeout_seconds: float) -> tuple[Any, str]:
+    """Return a torch store that all ranks reach, and the address on whose network they exchange messages.
+
+    Raises: RunError as ``lead`` and ``follow`` do.
+    """
+    from autopipe.launch.rank.store import open_store  # it imports torch
+
+    if identity.store_exists:
+        return _torchrun_store(identity), identity.address
+    if identity.rank == 0:
+        listener = _listen(identity, settings)
+        host, port = listener.getsockname()[:2]
+    else:
+        listener, (_, host), port = None, network.resolve(identity.address), identity.port
+        network.refuse_public(host, trusted=settings.trust_network)
+    address = network.tcp_address(host, port)
+    store = open_store(address, identity.rank, identity.world_size, timeout_seconds=timeout_seconds, listener=listener)
+    return store, host
+
+
 def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
     """Start the ranks, each under its own process, and return when all are done.
 

@@ -145,7 +145,8 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
         level = Level("host", 1, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
         local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_OVERHEAD
     if links is not None and links.device_kind == device.kind:
-        return Cluster(_with_hosts(links.level(1), num_ranks, per_host), (local,), "measured", links.host)
+        levels = _with_hosts(links.level(1), num_ranks, per_host, links.across)
+        return Cluster(levels, (local,), "measured", links.host)
     return Cluster(_with_hosts(level, num_ranks, per_host), (local,), "assumed", host)
 
 
@@ -165,8 +166,10 @@ def gpu_bandwidth(device: Device) -> float:
     return GPU_BANDWIDTH if sheet is None or on_pcie else LINK_SHARE * sheet.link_bandwidth
 
 
-def _with_hosts(inner: Level, num_ranks: int, per_host: int) -> tuple[Level, ...]:
-    """Return the levels of ranks on hosts of at most ``per_host``. ``inner``: the links within a host.
+def _with_hosts(inner: Level, num_ranks: int, per_host: int, across: Level | None = None) -> tuple[Level, ...]:
+    """Return the levels of ranks on hosts of at most ``per_host``.
+
+    ``inner``, ``across``: the links within a host and between two; None: an assumption is used.
 
     All hosts have the same number of ranks, the largest one possible.
     """
@@ -174,4 +177,5 @@ def _with_hosts(inner: Level, num_ranks: int, per_host: int) -> tuple[Level, ...
     levels = (dataclasses.replace(inner, count=width),)
     if width == num_ranks:
         return levels
-    return *levels, Level(ASSUMED_HOSTS, num_ranks // width, NETWORK_BANDWIDTH, NETWORK_LATENCY_SECONDS)
+    across = across or Level(ASSUMED_HOSTS, 1, NETWORK_BANDWIDTH, NETWORK_LATENCY_SECONDS)
+    return *levels, dataclasses.replace(across, count=num_ranks // width)

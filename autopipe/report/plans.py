@@ -11,7 +11,7 @@ from autopipe.ir.plan import Plan
 from autopipe.units import in_bandwidth, in_bytes, in_seconds
 
 if TYPE_CHECKING:
-    from autopipe.ir.cluster import Links
+    from autopipe.ir.cluster import Level, Links
     from autopipe.planning import Comparison, Explanation
     from autopipe.report.results import LayerPlanResult, Scaling
 
@@ -157,9 +157,19 @@ def links(links: Links | None) -> tuple[str, ...]:
     return (
         f"between two {links.device_kind} ranks: {in_seconds(links.latency_seconds)} latency, "
         f"{in_bandwidth(links.bandwidth)}; all-reduce {in_bandwidth(links.all_reduce_bandwidth)}",
+        *_across(links.across),
         f"under load, computation takes {host.pace - 1:.0%} longer than in the fastest window of a profile; "
         f"the runtime adds {in_seconds(host.compute_seconds)} to a forward or backward, "
         f"{in_seconds(host.send_seconds)} to a send, {in_seconds(host.receive_seconds)} to a receive, "
         f"{in_seconds(host.step_seconds)} to a minibatch; while ranks compute, a message "
         f"arrives {in_seconds(host.delivery_seconds)} later",
+    )
+
+
+def _across(level: Level | None) -> tuple[str, ...]:
+    if level is None:
+        return ()
+    return (
+        f"between two hosts: {in_seconds(level.latency_seconds)} latency, {in_bandwidth(level.bandwidth)}; "
+        f"all-reduce {in_bandwidth(level.ring_bandwidth)}",
     )

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of messages and all-reduces between two ranks of this machine, over the runtime's transport.
+"""Latency and bandwidth of messages and all-reduces between two ranks, over the runtime's transport.
 
 A message of n bytes takes ``latency + n / bandwidth`` in this model: the latency is measured with a message of four
 bytes, the bandwidth from the difference between a small and a large one. Figures are medians over rounds. Over NCCL,
@@ -13,22 +13,26 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, Channel
-from autopipe.ir.cluster import Links
+from autopipe.ir.cluster import Level, Links
+from autopipe.launch import env
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
 from autopipe.launch.rank.forked import END_SECONDS, preload
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
+from autopipe.launch.remote import network
+from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.request import LOOPBACK, LaunchSettings
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
@@ -55,6 +59,22 @@ TIMEOUT_SECONDS = 120.0
 _PAIR = (0, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """One of the two ranks."""
+
+    rank: int
+    device: str  # cpu or cuda
+    store: str  # the file in which the ranks meet, if both are on this machine
+    identity: RankIdentity | None = None  # if a launcher has started the other one on another host
+    settings: LaunchSettings = field(default_factory=LaunchSettings)
+
+    @property
+    def reports(self) -> bool:
+        """Whether the process that started this rank reads its figures."""
+        return self.rank == 0 or self.identity is not None
+
+
 def measure_links(device: str = "cpu") -> Links:
     """Start two ranks, measure between them, and end them.
 
@@ -62,63 +82,85 @@ def measure_links(device: str = "cpu") -> Links:
 
     Raises: RunError if a rank fails, or does not answer within ``TIMEOUT_SECONDS``.
     """
+    with tempfile.TemporaryDirectory(prefix="autopipe-links-") as scratch:
+        store = str(Path(scratch) / "store")
+        return Links(**_report_of([_End(rank=rank, device=device, store=store) for rank in _PAIR]))
+
+
+def measure_across(device: str, identity: RankIdentity, settings: LaunchSettings) -> Level:
+    """Measure between this host and another one, where a launcher has started the other process.
+
+    Raises: RunError if a rank fails, or does not answer within ``TIMEOUT_SECONDS``.
+    """
+    report = _report_of([_End(rank=identity.rank, device=device, store="", identity=identity, settings=settings)])
+    return Level("measured hosts", 2, report["bandwidth"], report["latency_seconds"], report["all_reduce_bandwidth"])
+
+
+def _report_of(ends: Sequence[_End]) -> dict[str, Any]:
+    """Run ranks as processes, and return the figures of the first that reports."""
     preload()
     context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory(prefix="autopipe-links-") as scratch:
-        receive, send = context.Pipe(duplex=False)
-        store = str(Path(scratch) / "store")
-        ranks = [context.Process(target=_rank, args=(rank, store, device, send), daemon=True) for rank in _PAIR]
-        patience = 0.0  # while the ranks have not reported
-        try:
-            for process in ranks:
-                process.start()
-            send.close()
-            if not receive.poll(TIMEOUT_SECONDS):
-                raise RunError(
-                    f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor"
-                )
-            report = json.loads(receive.recv_bytes())
-            patience = END_SECONDS
-        except EOFError:
-            raise RunError("a rank that measured the links ended unexpectedly", remedy="autopipe doctor") from None
-        finally:
-            for process in ranks:
-                if process.pid is None:
-                    continue  # interrupted before it was started
-                process.join(patience)
-                if process.is_alive():
-                    process.kill()
-                    process.join(END_SECONDS)
-            receive.close()
+    receive, send = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank, args=(end, send), daemon=True) for end in ends]
+    patience = 0.0  # while the ranks have not reported
+    try:
+        for process in ranks:
+            process.start()
+        send.close()
+        if not receive.poll(TIMEOUT_SECONDS):
+            raise RunError(f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor")
+        report: dict[str, Any] = json.loads(receive.recv_bytes())
+        patience = END_SECONDS
+    except EOFError:
+        raise RunError("a rank that measured the links ended unexpectedly", remedy="autopipe doctor") from None
+    finally:
+        for process in ranks:
+            if process.pid is None:
+                continue  # interrupted before it was started
+            process.join(patience)
+            if process.is_alive():
+                process.kill()
+                process.join(END_SECONDS)
+        receive.close()
     if "error" in report:
         raise RunError(f"the links could not be measured: {report['error']}", remedy="autopipe doctor")
-    return Links(**report)
+    return report
 
 
-def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
+def _rank(end: _End, connection: Connection) -> None:
     die_with_parent()
     leave_signals_to_supervisor()  # Ctrl-C reaches every process of a terminal
     torch.set_num_threads(1)
-    if device == "cpu":
+    if end.device == "cpu":
         keep_freed_memory()
         use_batch_scheduler()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        report = _measure(rank, store, device)
-        if rank == 0:
+        report = _measure(end)
+        if end.reports:
             connection.send_bytes(json.dumps(report).encode())
     except Exception as error:
-        connection.send_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
+        connection.send_bytes(json.dumps({"error": f"rank {end.rank}: {error}"}).encode())
     connection.close()
 
 
-def _measure(rank: int, store: str, device: str) -> dict[str, str | float]:
-    where = torch.device(device)
+def _store(end: _End) -> Any:
+    """Return the store in which the ranks meet, and bind their messages to its network."""
+    if end.identity is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        return dist.FileStore(end.store, len(_PAIR))  # type: ignore[attr-defined]  # exported, though not by name
+    store, address = env.store_of(end.identity, end.settings, timeout_seconds=TIMEOUT_SECONDS)
+    interface = end.settings.interface or network.interface_towards(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    return store
+
+
+def _measure(end: _End) -> dict[str, str | float]:
+    rank, where = end.rank, torch.device(end.device)
     if where.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    use_nccl = where.type == "cuda" and torch.cuda.device_count() >= len(_PAIR)
-    shared = dist.FileStore(store, len(_PAIR))  # type: ignore[attr-defined]  # exported, though not by name
-    start_process_group(shared, rank, len(_PAIR), timeout_seconds=TIMEOUT_SECONDS)
+        torch.cuda.set_device(0 if end.identity is not None else rank % torch.cuda.device_count())
+    use_nccl = where.type == "cuda" and (end.identity is not None or torch.cuda.device_count() >= len(_PAIR))
+    start_process_group(_store(end), rank, len(_PAIR), timeout_seconds=TIMEOUT_SECONDS)
     to = tuple(Channel(ACTIVATION, a, b, a, b) for a, b in (_PAIR, _PAIR[::-1]))
     communicators = Communicators.of(to, (_PAIR,)) if use_nccl else None
     transport = ProcessTransport(

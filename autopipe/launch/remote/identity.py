@@ -110,6 +110,17 @@ def read_identity(environment: Mapping[str, str]) -> RankIdentity:
     )
 
 
+def on_two_hosts(environment: Mapping[str, str]) -> RankIdentity | None:
+    """Return the identity of this process if a launcher has started two, one on each of two hosts; else None.
+
+    Raises: RunError as ``read_identity`` does.
+    """
+    if not any(_is_set(environment, names) for names in _LAUNCHERS):
+        return None
+    identity = read_identity(environment)
+    return identity if (identity.world_size, identity.local_world_size) == (2, 1) else None
+
+
 def first_host(hosts: str) -> str:
     """Return the first of a SLURM host list: ``rack[2-3,7]node[01-12],login`` -> ``rack2node01``."""
     return re.sub(r"\[(\d*)[^\]]*\]", r"\1", _until_comma(hosts)).strip()

@@ -1,9 +1,11 @@
 """Links measured between two processes, and the plans that use them."""
 
+import concurrent.futures
 import json
 import multiprocessing
 import os
 import signal
+import socket
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from autopipe.commands.calibration.link_ranks import THROUGH_HOST, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
+from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.request import LaunchSettings
 from autopipe.report.results import TrainResult
 
 
@@ -34,6 +38,22 @@ def test_two_ranks_are_measured_and_no_process_remains():
     assert 1e-7 < links.latency_seconds < 1
     assert 1e6 < links.bandwidth < 1e12
     assert 1e6 < links.all_reduce_bandwidth < 1e12
+    assert multiprocessing.active_children() == []
+
+
+def test_two_processes_of_a_launcher_measure_between_their_hosts():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ends = [
+        RankIdentity(
+            launcher="srun", rank=rank, world_size=2, local_rank=0, local_world_size=1, address="127.0.0.1", port=port
+        )
+        for rank in (0, 1)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        levels = list(pool.map(lambda identity: measuring.measure_across("cpu", identity, LaunchSettings()), ends))
+    for level in levels:
+        assert (level.count, 1e6 < level.bandwidth < 1e12, 1e-7 < level.latency_seconds < 1) == (2, True, True)
     assert multiprocessing.active_children() == []
 
 
