@@ -19,6 +19,7 @@ from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import RECEIVES, Instruction, Op, ScheduleSpec
 from autopipe.ir.timeline import Span
+from autopipe.runtime.batches.on_device import on_host
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.footprint import Footprint
@@ -120,7 +121,7 @@ class Executor:
         """Return the context in which an instruction runs, which attributes its memory to its stage."""
         if self.footprint is None:
             return contextlib.nullcontext()
-        leaves = self._microbatch(instruction).leaves if instruction.op == Op.FORWARD else {}
+        leaves = on_host(self._microbatch(instruction).leaves) if instruction.op == Op.FORWARD else {}
         names = self.runners[instruction.stage].stage.INPUTS
         return self.footprint.during(instruction, [leaves[name] for name in names if name in leaves])
 

@@ -40,6 +40,7 @@ class Footprint:
     """Attributes allocations to the stages of one rank. Build it before the ``runners`` have run anything."""
 
     def __init__(self, runners: Mapping[int, StageRunner], device: torch.device) -> None:
+        self._kind = device.type
         self.owners = HostMeter(device.type)
         self._meter = self.owners if device.type == "cpu" else meter_of(device)
         self._runners = runners
@@ -54,11 +55,16 @@ class Footprint:
 
     @contextlib.contextmanager
     def during(self, instruction: Instruction, batch: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Attribute the allocations of the body. ``batch``: the batch tensors of the instruction's microbatch."""
+        """Attribute the allocations of the body.
+
+        ``batch``: the batch tensors of the instruction's microbatch. Those that the body copies to the device count as
+        its allocations.
+        """
         stage = self._stages[instruction.stage]
         key = instruction.minibatch, instruction.microbatch
         if instruction.op == Op.FORWARD:
-            stage.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
+            present = (tensor for tensor in batch if tensor.device.type == self._kind)
+            stage.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in present)
             stage.most_in_flight = max(stage.most_in_flight, len(stage.batches))
         owned = self.owners.held_by(instruction.stage) + sum(stage.batches.values())
         before, self.owners.owner = self._meter.now(), instruction.stage

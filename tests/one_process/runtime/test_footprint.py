@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch import nn
 
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Instruction, Op
 from autopipe.measure import measure
 from autopipe.measure.live import HostMeter
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.peaks import with_peaks
+from autopipe.runtime.batches.on_device import LeavesOnGpu, Placement
 from autopipe.runtime.events import Silent
+from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.schedules import REGISTRY, StageBytes, make, peak_bytes
@@ -132,6 +136,29 @@ def test_by_block_a_stage_needs_what_is_planned_and_a_fraction_of_its_activation
         activations[mode] = peak["bytes"] - peak["held_bytes"]
     # four microbatches of three blocks and the head, or what is between these and the largest of them
     assert activations["never"] > 3 * activations["block"]
+
+
+def test_a_batch_that_is_copied_to_the_device_counts_once() -> None:
+    stage = nn.Linear(2, 2)
+    versions = SimpleNamespace(masters={}, peak_versions=1)
+    footprint = Footprint({0: SimpleNamespace(versions=versions, stage=stage)}, torch.device("cpu"))  # type: ignore[dict-item]
+    on_device, elsewhere = torch.ones(100), torch.empty(100, device="meta")
+    with footprint.owners, footprint.during(Instruction(Op.FORWARD, 0, 0, 0), [on_device, elsewhere]):
+        copied = torch.ones(100)
+    assert footprint.report()[0]["bytes"] == 4 * (len(on_device) + len(copied))
+
+
+def test_the_memory_is_measured_without_a_copy_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    class Lazy(LeavesOnGpu):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            reads.append(name)
+            return self.host[name]
+
+    monkeypatch.setattr(Placement, "of", lambda placement, leaves: Lazy(leaves, None))  # type: ignore[arg-type]
+    measured("gpt", "gpipe", tmp_path)
+    assert len(reads) == 3 * 4 * 3  # steps, microbatches, and the ids in both stages and the targets in one
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:
