@@ -220,7 +220,8 @@ def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
     plan = prepared.plan
     stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
     files = [Path(path).read_bytes().hex() for path in prepared.workload.files if Path(path).is_file()]
-    return " ".join(map(str, (digest((stages, files, plan.workload)), plan.digest, plan.num_microbatches, *options)))
+    subject = digest((stages, files, plan.workload, prepared.profile.device.kind))
+    return " ".join(map(str, (subject, plan.digest, plan.num_microbatches, *options)))
 
 
 def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:

@@ -113,6 +113,13 @@ def test_the_memory_of_a_check_that_is_out_of_memory_is_free_for_the_ranks(monke
     assert alive == [False]
 
 
+def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(tmp_path: Path) -> None:
+    plan = SimpleNamespace(workload=None, digest="d", num_microbatches=2)
+    common = {"plan": plan, "stages": tmp_path, "workload": SimpleNamespace(files=())}
+    marks = [checking._mark(SimpleNamespace(profile=on(kind).profile, **common), ()) for kind in ("cpu", "cuda", "cpu")]  # type: ignore[arg-type]
+    assert marks[0] == marks[2] != marks[1]
+
+
 def test_train_goes_on_without_a_check_that_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(MODEL)
