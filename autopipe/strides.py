@@ -62,7 +62,7 @@ def arranged(tensor: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
 def unpacked(elements: torch.Tensor, shape: Sequence[int], layout: Sequence[int]) -> torch.Tensor:
     """Return the tensor of a shape from its elements. It shares their memory unless there are gaps."""
     if not layout:
-        return elements.view(tuple(shape))
+        return elements if elements.shape == tuple(shape) else elements.view(tuple(shape))
     count = len(shape)
     order, gaps = list(layout[:count]), layout[count:]
     stored = elements.view([shape[d] for d in order])
