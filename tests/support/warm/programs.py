@@ -25,8 +25,10 @@ from typing import Any
 from support.warm import brief, reading
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
-TORCH = "torch", "torch._dynamo", "safetensors.torch"
-COMMANDS = *TORCH, "autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"
+MODULES = (
+    *("torch", "torch._dynamo", "safetensors.torch"),
+    *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
+)
 
 
 def run_warm(
@@ -38,7 +40,7 @@ def run_warm(
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script or ``AUTOPIPE`` in a folder. ``without``: a module that it cannot import."""
-    server = _server(COMMANDS if program == AUTOPIPE else TORCH)
+    server = _server()
     command = [program, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -56,9 +58,9 @@ def run_warm(
 
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+def _server() -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.warm.programs", *modules],
+        [sys.executable, "-m", "support.warm.programs", *MODULES],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -111,8 +113,10 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     tempfile.tempdir = None
     random.seed()
-    if request["without"]:
-        sys.modules[request["without"]] = None  # type: ignore[assignment]
+    if package := request["without"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules[package] = None  # type: ignore[assignment]
     if request["probe"]:
         sys.modules["autopipe.commands.training.repeating"].probe_command = lambda: request["probe"]  # type: ignore[attr-defined]
         brief.shorten(setattr)
