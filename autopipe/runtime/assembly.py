@@ -22,6 +22,7 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.spans import span_recorder
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.deferred import DeferredStatistics
@@ -65,7 +66,8 @@ class RankAssembly:
         runners = self._runners(schedule, scaler)
         stepper = self._stepper(runners, scaler)
         footprint = Footprint(runners, torch.device(job.device)) if job.measure_memory else None
-        return Executor(plan, request, runners, stepper, self.transport, self.reporter, job.record_timeline, footprint)
+        recorder = span_recorder(self.transport.rank, torch.device(job.device)) if job.record_timeline else None
+        return Executor(plan, request, runners, stepper, self.transport, self.reporter, recorder, footprint)
 
     def _scaler(self, schedule: Schedule) -> LossScaler | None:
         if self.context.plan.workload.precision != "fp16":

@@ -7,7 +7,6 @@ turn, so that the transfer overlaps with computation.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,11 +17,11 @@ from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import RECEIVES, Instruction, Op, ScheduleSpec
-from autopipe.ir.timeline import Span
 from autopipe.runtime.batches.on_device import on_host
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.footprint import Footprint
+from autopipe.runtime.spans import SpanRecorder
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.transport.base import Pending, Transport
@@ -54,11 +53,10 @@ class Executor:
     stepper: Stepper
     transport: Transport
     reporter: Reporter
-    record: bool = False
+    # times the instructions; None unless a timeline is recorded
+    recorder: SpanRecorder | None = None
     # attributes allocations to stages; None unless memory is measured
     footprint: Footprint | None = None
-    # recorded if ``record`` is set
-    spans: list[Span] = field(default_factory=list)
     current: Instruction | None = None
     # the tensors of a message, from arrival or production until they are read or sent
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -106,11 +104,9 @@ class Executor:
                 handler = handlers.get(instruction.op)
                 if handler is None:
                     raise InternalError(f"the runtime does not implement {instruction.op!r} ({instruction})")
-                start = time.perf_counter()
-                with self._measured(instruction):
+                timed = self.recorder.during(instruction) if self.recorder else contextlib.nullcontext()
+                with timed, self._measured(instruction):
                     handler(instruction)
-                if self.record:
-                    self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
         self.current = None
 
     def _is_present(self, instruction: Instruction) -> bool:

@@ -347,8 +347,8 @@ class RankSession:
 
     def report_timeline(self) -> None:
         """Report the recorded spans as (instruction, start, end) in monotonic seconds, and the memory of each stage."""
-        if self.job.record_timeline:
-            spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.spans]
+        if self.executor.recorder is not None:
+            spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.recorder.finish()]
             self.reporter.event("spans", spans=spans)
         if self.executor.footprint is not None:
             self.executor.footprint.report_to(self.reporter, self.context.plan)
