@@ -24,6 +24,7 @@ from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import predict, simulator_score
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space, most_stages
+from autopipe.runtime.context import refuse_stale_ties
 from autopipe.schedules import lines_of
 from autopipe.workload import Workload
 
@@ -87,13 +88,17 @@ def batch_of(workload: Workload, request: PlanRequest) -> int:
 
 
 def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
-    """Make the plan of a request, and write it with its record. Ctrl-C ends the search with the best plan so far."""
+    """Make the plan of a request, and write it with its record. Ctrl-C ends the search with the best plan so far.
+
+    Raises: PlanError if no plan exists, or if the stages of a tied parameter would read different versions of it.
+    """
     num_ranks = ranks_of(request, profile)
     cluster = cluster_of(request, num_ranks, profile, work)
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
     choices = _choices(request, space, profile, work)
     plan, search_progress = search(with_averages(profile, request), cluster, choices, work.progress)
+    refuse_stale_ties(plan, profile.graph, plan.request())
     seconds = time.perf_counter() - start
     if search_progress.stopped:
         work.notes.append(

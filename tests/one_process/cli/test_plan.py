@@ -119,6 +119,21 @@ def test_replicas_that_average_statistics_must_be_requested(run):
     assert [stage["replicas"] for stage in asked["stages"]] == [4]
 
 
+def test_a_parameter_that_stages_would_read_in_different_versions_is_refused(run):
+    profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    tied = profile.graph.nodes[0].parameters
+    nodes = (*profile.graph.nodes[:-1], dataclasses.replace(profile.graph.nodes[-1], parameters=tied))
+    artifact.save(
+        dataclasses.replace(profile, graph=dataclasses.replace(profile.graph, nodes=nodes)),
+        Path(".autopipe/profile.json"),
+    )
+    words = ("--gpus", "4", *HERE, *STRAIGHT, "--schedule", "pipedream")
+    refused = run(*words, code=1).output
+    assert "pipedream cannot keep layer0.weight tied: in minibatch t stage 0 reads version t - 1" in refused
+    assert "--vertical-sync" in refused and not Path(".autopipe/plan.json").exists()
+    assert len(document(run(*words, "--vertical-sync", "--json"))["stages"]) == 4
+
+
 def test_a_large_last_layer_is_planned_as_in_the_pipedream_paper(run):
     """PipeDream's 15-1: the compute on fifteen ranks, and the parameters of the last layer on one."""
     profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
