@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all coverage test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control docs docs-check check
+.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,12 @@ fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=1
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu
+
+ARGUMENTS ?=
+gpu-trial: ## what should hold on this machine's GPUs, into benchmarks/results/gpu.md, in 40 minutes; with PYTHON if its torch has CUDA
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	then PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_trial $(ARGUMENTS); \
+	else $(MAKE) --no-print-directory setup && $(BIN)/python -m benchmarks.gpu_trial $(ARGUMENTS); fi
 
 FAULTS ?= 100
 HOST_FAULTS ?= $(if $(filter file,$(origin FAULTS)),30,0)

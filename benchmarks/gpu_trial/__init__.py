@@ -1,0 +1,1 @@
+"""Trials for a machine with one or more GPUs: ``make gpu-trial``."""
