@@ -158,13 +158,13 @@ def trials(device: str) -> list[Trial]:
     for sample in ("gpt.py", "resnet.py", "unet.py"):
         rows.append(Trial(f"check {sample}", "equal to plain training", partial(check, target=SAMPLES / sample)))
     rows += [
-        Trial("check --compile", "equal to plain training", lambda bench: check(bench, MODEL, "--compile")),
+        Trial("check --compile", "equal to plain training", lambda b: check(b, MODEL, "--compile", "--gpus", "2")),
         Trial("check bf16", "equal to plain training", lambda b: check(b, SAMPLES / "unet.py", "--precision", "bf16")),
         Trial("memory", f"within {MEMORY:.0%} of the plan", memory),
         Trial("memory of gpipe", f"within {MEMORY:.0%} of the plan", lambda b: memory(b, "--schedule", "gpipe")),
-        Trial("prediction", f"within {TIME:.0%}", partial(prediction, target=SAMPLES / "gpt.py")),
     ]
-    if device == "cuda":
+    if device == "cuda":  # on a CPU with fewer cores than ranks, the ranks slow each other down
+        rows.append(Trial("prediction", f"within {TIME:.0%}", partial(prediction, target=SAMPLES / "gpt.py")))
         most = f"at most {MOST_SYNCHRONIZATIONS} in a step"
         rows.append(Trial("synchronizations", most, synchronizations))
     return rows
