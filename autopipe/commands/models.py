@@ -18,7 +18,7 @@ from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
-from autopipe.measure.device import find_device
+from autopipe.measure.device import find_device, release
 from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
 from autopipe.trace.explain import depends_on_data
@@ -231,6 +231,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
             threads=settings.threads or 1,
             progress=work.progress,
         )
+        release(torch.device(profile.device.kind))
     # so that a plan can be made later without the model file
     profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
     artifact.save(profile, work.store.profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 import random
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def describe_device(device: torch.device, threads: int) -> Device:
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         return Device("cuda", str(properties.name), int(properties.total_memory), threads, count, peers)
     return Device("cpu", _processor(), int(psutil.virtual_memory().total), threads)
+
+
+def release(device: torch.device) -> None:
+    """Return the memory of finished runs to a GPU, where ranks in other processes need it."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def available_bytes(device: torch.device) -> int:

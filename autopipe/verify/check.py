@@ -10,7 +10,6 @@ between the two plain loops, and reported separately.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import math
 import statistics
@@ -22,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
+from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.transport.threads import run_in_threads
@@ -80,13 +80,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
-def _release(device: torch.device) -> None:
-    """Return the memory of a finished run to the GPU, for the next run."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def _fresh(items: Sequence[Any]) -> Iterator[Any]:
     """Iterate copies of the minibatches: a forward may change its batch in place, which the next run must not see."""
     for item in items:
@@ -121,7 +114,7 @@ class _Plain:
         parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
         trained.finish(parameters, run.subject.buffers(), run.losses)
         del parameters, run, subject
-        _release(self.device)
+        release(self.device)
         return trained
 
     @property
@@ -267,7 +260,7 @@ def _in_stages(loop: _Plain) -> tuple[_Trained, list[tuple[float, ...]]]:
     parts = [loop.workload.split(item, loop.settings.num_microbatches) for item in _fresh(loop.items)]
     shares = [sessions[0].shares(item, part).factors for item, part in zip(loop.items, parts, strict=True)]
     del sessions, tensors
-    _release(loop.device)
+    release(loop.device)
     return trained, shares
 
 

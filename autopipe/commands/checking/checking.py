@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
-from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of, release
+from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
@@ -24,6 +26,7 @@ from autopipe.commands.training.repeating import Repeating, begin, explain
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
+from autopipe.measure.device import release
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.runtime.compiled import refuse_split_backward
@@ -108,7 +111,8 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Compared:
         if not reason:
             raise
         compared = Compared(None, not_checked(reason, prepared))
-    release(place.device)  # the ranks need it; behind the handler, because the error refers to the tensors of the run
+    # the ranks need it; behind the handler, because the error refers to the tensors of the run
+    release(torch.device(place.device))
     return compared
 
 

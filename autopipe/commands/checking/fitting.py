@@ -10,7 +10,6 @@ complete model, which a pipeline of several GPUs exists to divide. Its size is e
 
 from __future__ import annotations
 
-import gc
 import os
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch
 
 from autopipe.commands.steps import Prepared
 from autopipe.launch.rank.out_of_memory import is_out_of_memory, resident_bytes
+from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.units import in_bytes
 from autopipe.verify.check import staleness
@@ -100,16 +100,9 @@ def _lack(where: str, needed: int, free: int) -> str:
     return f"about {in_bytes(needed)} {where} ({in_bytes(max(free, 0))} available)"
 
 
-def release(device: str) -> None:
-    """Return the memory of finished runs to a GPU."""
-    if device == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def _free_on_gpu() -> int:
     """Return the bytes that a comparison may use of the GPU."""
-    release("cuda")
+    release(torch.device("cuda"))
     return int(_SHARE * torch.cuda.mem_get_info()[0])
 
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.pipelines import captured, plan_for
+from support.stored_profiles import stored_profile
 
 from autopipe.cli.main import autopipe
+from autopipe.commands import models
 from autopipe.commands.checking import checking, fitting
 from autopipe.commands.checking.fitting import Need, Place, need_of, out_of_memory, place_of
+from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.errors import WorkerError
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 
@@ -111,6 +114,19 @@ def test_the_memory_of_a_check_that_is_out_of_memory_is_free_for_the_ranks(monke
     target = SimpleNamespace(plan=SimpleNamespace(workload=SimpleNamespace(target="net.py")))
     assert "out of memory after" in checking._compare(target, 1).note  # type: ignore[arg-type]
     assert alive == [False]
+
+
+def test_the_memory_of_measuring_is_free_for_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    freed, stored = [], stored_profile()
+    monkeypatch.setattr(models, "measure", lambda *_, **options: stored)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    workload = SimpleNamespace(num_samples=lambda item: 4, example_item=lambda size: None)
+    subject = SimpleNamespace(capture=SimpleNamespace(graph=SimpleNamespace(symbols=())), workload=workload)
+    settings = ProfileSettings(ModelSettings("net.py"), device="cuda")
+    work = SimpleNamespace(progress=None, store=SimpleNamespace(profile=tmp_path / "profile.json"))
+    assert stored.device.kind == "cuda"
+    assert models.measure_model(subject, settings, work).batch_size == 4  # type: ignore[arg-type]
+    assert freed == [True]
 
 
 def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(tmp_path: Path) -> None:
