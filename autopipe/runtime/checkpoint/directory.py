@@ -1,7 +1,8 @@
 """The directories of checkpoints: one a step, with a file of tensors for each writer of a stage, and a manifest.
 
 A checkpoint is written to ``step-N.PLAN.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash
-leaves the old checkpoint or the new one, never a mixture. Nothing in it can run code.
+leaves the old checkpoint or the new one, never a mixture. An older checkpoint of the same step is ``step-N.replaced``
+until the new one has its place. Nothing in it can run code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopipe.runtime.checkpoint.sharing import refuse_unequal_replicas
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 _STEP = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced"
 _INCOMPLETE = re.compile(r"step-\d{8,}(\.\w+)?\.(tmp|old)|\.latest\.\d+\.tmp")
 
 
@@ -135,7 +137,7 @@ def finish(checkpoints: Path, temporary: Path, writers: Sequence[int], manifest:
         for path in described.values():
             path.unlink()
         _sync_directory(temporary)
-        replaced = _set_away(final) if final.exists() else None
+        replaced = _rename(final, _REPLACED) if final.exists() else None
         temporary.rename(final)
         _sync_directory(checkpoints)
         if replaced is not None:
@@ -174,19 +176,28 @@ def _sync_directory(path: Path) -> None:
 
 def _remove(directory: Path) -> None:
     """Remove a checkpoint. It is renamed first: a checkpoint that is half removed must not look like one."""
-    shutil.rmtree(_set_away(directory))
+    shutil.rmtree(_rename(directory, ".old"))
 
 
-def _set_away(directory: Path) -> Path:
-    """Rename a checkpoint that is to be removed, and return its new path."""
-    doomed = directory.with_name(directory.name + ".old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    directory.rename(doomed)
-    return doomed
+def _rename(directory: Path, suffix: str) -> Path:
+    """Add a suffix to the name of a checkpoint, and return its new path."""
+    path = directory.with_name(directory.name + suffix)
+    shutil.rmtree(path, ignore_errors=True)
+    directory.rename(path)
+    return path
 
 
 def clear_unfinished(checkpoints: Path) -> None:
-    """Remove what a crash left half written or half removed. No process may be writing there."""
+    """Remove what a crash left half written or half removed. No process may be writing there.
+
+    A checkpoint that was to be replaced, by one that has not taken its place, is put back.
+    """
+    for replaced in checkpoints.glob(f"step-*{_REPLACED}"):
+        place = replaced.with_suffix("")
+        if place.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(place)
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         if not _INCOMPLETE.fullmatch(path.name):
             continue

@@ -174,3 +174,26 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     clear_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
     clear_unfinished(tmp_path / "not there")
+
+
+def test_a_crash_between_two_renames_keeps_the_checkpoint_that_was_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    before = Checkpoint(tmp_path / "step-00000001").manifest
+    rename = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if path.name.endswith(".tmp") and path.is_dir():
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    assert steps(tmp_path) == []
+    clear_unfinished(tmp_path)
+    assert steps(tmp_path) == [1]
+    assert Checkpoint(tmp_path / "step-00000001").manifest == before
+    Checkpoint(tmp_path / "step-00000001").verify()
