@@ -33,9 +33,10 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     """Measure the cost of each part of the model TARGET -> profile.json.
 
     TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run. A model whose weights
-    exceed this machine's memory is refused, with its size, before they are allocated; use --estimate.
+    exceed this machine's memory is counted as with --estimate, before they are allocated.
     """
     from autopipe.commands.calibration.links import measure as measure_links
+    from autopipe.ir.profile import COUNTED
     from autopipe.report import estimates, plans, tables
 
     pipe = Pipeline(target, **options.of(table.ProfileOptions, given))
@@ -46,9 +47,10 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
                 raise click.UsageError(f"{name} and --estimate exclude each other, because --estimate times nothing")
     with terminal.progress() as progress:
         result = pipe.profile(estimate=estimate, on_progress=progress)
-        measured = measure_links(work_dir, result.profile.device.kind, progress) if links else None
+        kind = result.profile.device.kind
+        measured = measure_links(work_dir, kind, progress) if links and kind != COUNTED else None
     terminal.notes(result.notes, result.warnings)
-    if estimate:
+    if result.profile.device.kind == COUNTED:
         terminal.table(*estimates.profile(result.profile))
         terminal.document("profile", documents.profile(result))
         terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=work_dir)

@@ -26,7 +26,7 @@ from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.batches.items import kept, shapes
 from autopipe.workload.cutting.dimensions import REMEDY
 from autopipe.workload.cutting.hook import Minibatch
-from autopipe.workload.model.size_limits import build_within_memory, loading_within_memory
+from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
 from autopipe.workload.target.targets import user_line
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
@@ -114,6 +114,25 @@ def load_model(
         if stored.device.kind == kind:
             captured = described_as(stored.graph, captured)
     return Model(workload, captured, built)
+
+
+def counted_if_too_large(
+    load: Callable[[ProfileSettings], Model], settings: ProfileSettings, work: Work
+) -> tuple[Model, ProfileSettings]:
+    """Load a model, without memory for its weights if they do not fit this machine. A note says so.
+
+    Returns the model and the settings with which it was loaded.
+
+    Raises: TooLargeError if the settings request a measurement on a device; the errors of ``load``.
+    """
+    try:
+        return load(settings), settings
+    except TooLargeError as error:
+        if settings.device not in (None, "auto"):
+            raise
+        work.notes.append(f"{error.what}; its operations and bytes were counted instead, and nothing was timed")
+        settings = dataclasses.replace(settings, estimate=True)
+        return load(settings), settings
 
 
 def device_kind(settings: ProfileSettings, work: Work) -> str:
@@ -256,15 +275,24 @@ def ensure_profile(
     sizes: tuple[int, ...] = (),
     accept: Callable[[Graph], None] | None = None,
     minibatch: Minibatch | None = None,
+    *,
+    may_count: bool = False,
 ) -> tuple[Model, Profile]:
     """Return the model and its profile: the stored one if model, device and sizes are unchanged.
 
     ``accept``: called with the captured graph before it is measured; raises to refuse it. ``minibatch``: see
-    ``load_model``.
+    ``load_model``. ``may_count``: a model that does not fit this machine is counted and not measured.
     """
     stored = work.load(Profile, work.store.profile)
-    # a graph that equals the stored one was verified when that was captured
-    model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored, minibatch=minibatch)
+
+    def load(how: ProfileSettings) -> Model:
+        # a graph that equals the stored one was verified when that was captured
+        return load_model(how, work, verify=how.verify and stored is None, stored=stored, minibatch=minibatch)
+
+    if may_count:
+        model, settings = counted_if_too_large(load, settings, work)
+    else:
+        model = load(settings)
     reason = "no profile found" if stored is None else _stale(stored, model, settings)
     reused = stored is not None and not reason
     if stored is not None and not reused and settings.verify:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
-from autopipe.commands.models import ensure_profile, keeps_decisions, load_model, measure_model
+from autopipe.commands.models import counted_if_too_large, ensure_profile, keeps_decisions, load_model, measure_model
 from autopipe.commands.named import remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
@@ -78,7 +78,9 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     """Capture and measure the model, and write profile.json."""
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
-        model = load_model(settings, work, verify=settings.verify, minibatch=Minibatch())
+        model, settings = counted_if_too_large(
+            lambda how: load_model(how, work, verify=how.verify, minibatch=Minibatch()), settings, work
+        )
         profile = measure_model(model, settings, work)
         work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {model.capture.method}")
         return ProfileResult(profile, str(work.store.profile), tuple(work.notes), model.capture.notes)
@@ -103,7 +105,8 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
                 previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
-            model, profile = ensure_profile(settings.profile, work, microbatch_sizes(settings), minibatch=minibatch)
+            sizes, may_count = microbatch_sizes(settings), request.of_datasheet
+            model, profile = ensure_profile(settings.profile, work, sizes, minibatch=minibatch, may_count=may_count)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
             batch_size, warnings = batch_of(model.workload, request), model.capture.notes

@@ -22,6 +22,7 @@ from autopipe.planning.refusals import (
     microbatch_count,
 )
 from autopipe.planning.search.alternatives import Score, best_by_score
+from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
 from autopipe.planning.search.unreplicated import unreplicated_cuts
@@ -172,6 +173,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     cuts = Cuts(profile.graph)
     if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
+    cuts = cuts_to_search(cuts, options.num_stages)
     fixed = microbatch_count(options)
     if fixed is not None and fixed < options.replicas:
         raise PlanError(

@@ -82,6 +82,11 @@ class PlanRequest:
         return any(x is not None for x in (self.cluster, self.gpu_memory_bytes, self.link, self.device_name))
 
     @property
+    def of_datasheet(self) -> bool:
+        """Whether the devices have datasheets, from which times can be estimated."""
+        return self.device_name is not None or (self.cluster is not None and bool(self.cluster.devices[0].datasheet))
+
+    @property
     def schedule_options(self) -> dict[str, int]:
         """The options of the schedule other than ``stages_per_rank``, under the schedules' own names."""
         options = {"vertical_sync": 1 if self.vertical_sync else None, "depth": self.warmup_depth}

@@ -92,7 +92,7 @@ class RankAssembly:
             weights = weights_of(job.init_from, graph, self.workload, trust=job.trust)
         digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
         classes = [load_stage(self.run.stages, stage.index, **digests) for stage in own]
-        stages = build_stages(classes, self.workload, constants, weights, graph)
+        stages = build_stages(classes, self.workload, constants, weights, graph, job.draws)
         carries_gradient = Recording.of(plan, graph).carries_gradient
         runners = {}
         for planned, stage in zip(own, stages, strict=True):

@@ -83,6 +83,8 @@ class Job:
     ema: float = 0.0
     # run the stages as torch.compile generates them; see ``runtime.compiled``
     compile: bool = False
+    # see ``ModelFactory.draws``; "": the model was not built with all its parameters
+    draws: str = ""
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every

@@ -36,6 +36,7 @@ from autopipe.workload.hooks.stepping import Stepping
 from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.model.building import find_builder
 from autopipe.workload.model.factory import ModelFactory
+from autopipe.workload.model.partial import PartialBuild
 from autopipe.workload.target.targets import Target, import_target, user_line
 
 
@@ -124,9 +125,11 @@ class Workload:
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
+    def build_model(
+        self, *, empty: bool = False, shifted: bool = False, part: PartialBuild | None = None, draws: str = ""
+    ) -> nn.Module:
         """Build the model; see ``ModelFactory.build``."""
-        return self.models.build(empty=empty, shifted=shifted)
+        return self.models.build(empty=empty, shifted=shifted, part=part, draws=draws)
 
     @property
     def build_notes(self) -> tuple[str, ...]:

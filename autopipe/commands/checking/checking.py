@@ -135,6 +135,7 @@ def _compare_at(place: Place, prepared: Prepared, steps: int, **options: Any) ->
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
         on_nonfinite="warn",
+        draws=workload.models.draws,
         **options,
     )
     try:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.planning.build import StageChoice, build_plan
 from autopipe.planning.cost.memory import in_flight, weight_versions
@@ -37,16 +36,16 @@ class RankedScore:
 
 
 class CutsWithout(Cuts):
-    """The cuts of a graph without one of its legal positions."""
+    """Cuts without one of their legal positions."""
 
-    def __init__(self, graph: Graph, position: int) -> None:
-        super().__init__(graph)
-        self._position = position
+    def __init__(self, cuts: Cuts, position: int) -> None:
+        super().__init__(cuts.graph)
+        self._cuts, self._position = cuts, position
 
     @functools.cached_property
     def legal(self) -> tuple[int, ...]:
         """The legal positions, without that one."""
-        return tuple(position for position in Cuts(self.graph).legal if position != self._position)
+        return tuple(position for position in self._cuts.legal if position != self._position)
 
 
 def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:
@@ -58,7 +57,7 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
     for stage in plan.stages[1:]:
         if not problem.options.may_replicate and len(problem.cuts.legal) < len(plan.stages):
             break  # without one of its cuts, the graph has too few
-        other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
+        other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.cuts, stage.start)))
         if other is not None:
             others.setdefault(other.digest, other)
     return sorted(others.values(), key=lambda other: other.predicted.step_seconds)

@@ -1,6 +1,7 @@
 """The stages of a rank with their first weights: from the model as its file builds it, or from a file of weights.
 
-The user's model is built once a rank, and all stages of the rank adopt their parts of it.
+The user's model is built once a rank, and all stages of the rank adopt their parts of it. A large model is built with
+memory only for these parts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from autopipe.ir.graph import Graph
 from autopipe.runtime.checkpoint.weight_files import Matched, open_weights
 from autopipe.stage import Container, Stage
 from autopipe.workload import Workload
+from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
+
+WORTH_BYTES = 256 << 20
+"""A rank builds only its own parameters if the others take at least this much: a second build takes time."""
 
 
 def weights_of(init_from: str, graph: Graph, workload: Workload, *, trust: bool) -> Matched:
@@ -33,14 +38,19 @@ def build_stages(
     constants: Mapping[str, torch.Tensor],
     weights: Matched | None,
     graph: Graph,
+    draws: str = "",
 ) -> list[Stage]:
     """Build the model once and return one stage of each class.
 
-    With ``weights``, only the parameters of these stages take memory, if the model can be built without memory for all
-    of its parameters.
+    Only the parameters of these stages take memory. Exceptions are a model of less than ``WORTH_BYTES`` of other
+    parameters, and one that cannot be built so. ``draws``: see ``ModelFactory.build``; "": build all parameters.
     """
     if weights is not None:
         stages = _filled(classes, workload, constants, weights, graph)
+        if stages is not None:
+            return stages
+    elif draws:
+        stages = _of_a_part(classes, workload, constants, graph, draws)
         if stages is not None:
             return stages
     with exclusive():
@@ -125,6 +135,39 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
         clone = nn.Parameter(clone, requires_grad=tensor.requires_grad)
     clone.__dict__.update(tensor.__dict__)
     return clone
+
+
+# -- memory for the own parameters only --------------------------------------------------------------------------------
+
+
+def _of_a_part(
+    classes: Sequence[type[Stage]],
+    workload: Workload,
+    constants: Mapping[str, torch.Tensor],
+    graph: Graph,
+    draws: str,
+) -> list[Stage] | None:
+    """Build with memory only for the parameters of these stages. Return None if it saves little or is not possible."""
+    every = sum(spec.num_bytes({}) for spec in graph.parameters.values())
+    if every < WORTH_BYTES:
+        return None
+    try:
+        with exclusive():
+            first = PartialBuild()
+            without_memory = workload.build_model(part=first)
+            wanted = {id(p): p for cls in classes for p in cls.adopt(without_memory, constants).parameters()}
+            if every - sum(p.numel() * p.element_size() for p in wanted.values()) < WORTH_BYTES:
+                return None
+            numbers = first.numbers_of(list(wanted.values()))
+
+            def build() -> nn.Module:
+                return workload.build_model(part=PartialBuild(numbers, first.forms), draws=draws)
+
+            stages = adopt_all(classes, build, constants)
+    except (AutopipeError, NotDivisibleError):
+        return None
+    complete = not any(tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+    return stages if complete else None
 
 
 # -- weights from a file -----------------------------------------------------------------------------------------------

@@ -25,6 +25,10 @@ from autopipe.workload.workload import Workload
 FIRST_BYTES = 1 << 30
 
 
+class TooLargeError(ModelFileError):
+    """The model does not fit into the memory of this machine."""
+
+
 class _TooManyBytes(BaseException):
     """The parameters exceed the limit. Not an ``Exception``, so that the user's code does not catch it."""
 
@@ -32,7 +36,8 @@ class _TooManyBytes(BaseException):
 def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.Module:
     """Build the model. ``verify``: it will be verified, which needs two gradients of each parameter.
 
-    Raises: ModelFileError with the size of the model and the available memory, before more than a small part of it is
+    Raises: TooLargeError with the size of the model and the available memory, ModelFileError if it cannot be built
+    without memory, both before more than a small part of it is
     allocated; any exception of the user's code.
     """
     available = available_bytes()
@@ -113,7 +118,8 @@ def _refused(name: str, size: _Size | None, available: int, *, verify: bool, rem
         what = f"{weights}{gradients}, and {free}"
         if verify and size.needed(verify=False) <= available:
             remedy = f"--no-verify needs no gradients; or {remedy}"
-    return ModelFileError(f"{name} does not fit this machine: {what}", remedy=remedy)
+    error = ModelFileError if size is None else TooLargeError
+    return error(f"{name} does not fit this machine: {what}", remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ _PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process m
 
 
 @functools.cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def written(func: Any) -> tuple[tuple[int, str], ...]:
     """Return (position, name) of the arguments that an operation writes."""
     return tuple(
         (position, argument.name)
@@ -65,7 +65,7 @@ class ZeroedMemory(TorchDispatchMode):
                 storage = result.untyped_storage()
                 self._unwritten[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             return result
-        for position, name in _written(func):
+        for position, name in written(func):
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:

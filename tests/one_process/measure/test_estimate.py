@@ -113,10 +113,13 @@ def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkey
         assert done.exit_code == code, done.output
         return done
 
-    refused = " ".join(run("profile", "net.py", code=1).stderr.split())
+    refused = " ".join(run("profile", "net.py", "--device", "cpu", code=1).stderr.split())
     assert "net.py:build_model does not fit this machine: 0.00e9 parameters" in refused
     assert "autopipe profile TARGET --estimate" in refused
-    shown = run("profile", "net.py", "--estimate")
+    shown = run("profile", "net.py")
+    assert "net.py:build_model does not fit this machine: 0.00e9 parameters" in " ".join(shown.stderr.split())
+    planned = ("plan", "net.py", "--gpus", "2", "--device-name", "H100", "--work-dir", "fresh")
+    assert "counted instead, and nothing was timed" in " ".join(run(*planned).stderr.split())
     assert "counted: nothing was timed" in shown.stdout
     assert artifact.load(Profile, tmp_path / ".autopipe/profile.json", renew="").batch_size == 8
     text = " ".join(run("plan", "--gpus", "2", code=1).stderr.split())

@@ -1,0 +1,49 @@
+"""The cuts that a search of a large graph considers.
+
+A search evaluates every pair of cuts. A transformer of 80 blocks has thousands of legal cuts, most of them inside a
+layer, where more tensors cross than between two layers. Of more than ``MOST_CUTS``, those that send the least are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from autopipe.ir.cuts import Cuts
+
+MOST_CUTS = 512
+CUTS_PER_STAGE = 8
+
+
+class FewCuts(Cuts):
+    """At most ``most`` of the legal cuts of a graph: those that send the least for one sample.
+
+    Cuts that send equally much are kept or left out together, so that all parts of the graph keep some. If the cheapest
+    are too many, every k-th of them is kept.
+    """
+
+    def __init__(self, cuts: Cuts, most: int) -> None:
+        super().__init__(cuts.graph)
+        self._cuts, self._most = cuts, most
+
+    @functools.cached_property
+    def legal(self) -> tuple[int, ...]:
+        """The positions that are kept, ascending."""
+        groups: dict[int, list[int]] = {}
+        for position in self._cuts.legal:
+            groups.setdefault(self.crossing_bytes(position, 1), []).append(position)
+        kept: list[int] = []
+        for _, positions in sorted(groups.items()):
+            if len(kept) + len(positions) > self._most:
+                kept = kept or positions[:: -(-len(positions) // self._most)]
+                break
+            kept.extend(positions)
+        return tuple(sorted(kept))
+
+
+def cuts_to_search(cuts: Cuts, num_stages: int) -> Cuts:
+    """Return the cuts themselves, or a part of them if they are more than a search should evaluate."""
+    most = max(MOST_CUTS, CUTS_PER_STAGE * num_stages)
+    if len(cuts.legal) <= most:
+        return cuts
+    fewer = FewCuts(cuts, most)
+    return fewer if len(fewer.legal) >= CUTS_PER_STAGE * num_stages else cuts

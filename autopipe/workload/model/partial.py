@@ -1,0 +1,162 @@
+"""Build a model with memory for some of its parameters only, and the same initial weights as a complete build.
+
+Two builds. The first, without memory for any parameter, numbers the parameters in the order of their registration. The
+second places the parameters that are not wanted on the ``meta`` device as they are registered. Their initialization
+must still draw its random numbers, because all parameters share one generator: a random operation on such a parameter
+runs on temporary memory of its shape, which is freed at once. The peak is the wanted parameters and the largest other
+one.
+
+A build that cannot be divided so raises ``NotDivisibleError``: a wanted parameter is computed from another one, or is
+a copy of one (``copy.deepcopy``); the number of draws depends on values; the second build registers other parameters
+than the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopipe.workload.model.uninitialized import written
+
+# random operations that draw as many numbers for any values of their operands
+_COUNTED = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+    | {"rand_like", "randn_like", "randint_like"}
+)
+# initializers that do nothing to a tensor on ``meta``, not even draw numbers
+_SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_")
+_Form = tuple[tuple[int, ...], torch.dtype]  # of a parameter
+
+
+class NotDivisibleError(RuntimeError):
+    """The wanted parameters cannot be built alone."""
+
+
+class PartialBuild:
+    """The parameters of one build, in the order of their registration, and which of them are wanted.
+
+    ``wanted``: their numbers, from an earlier build; None in the first build, which gives memory to no parameter.
+    """
+
+    def __init__(self, wanted: frozenset[int] | None = None, forms: Sequence[_Form] = ()) -> None:
+        self.forms: list[_Form] = []
+        self._wanted = wanted
+        self._expected = tuple(forms)
+        self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
+        self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
+        self.draws = _Draws()
+
+    def numbers_of(self, parameters: Sequence[Tensor]) -> frozenset[int]:
+        """Return the numbers of registered parameters. Raises: NotDivisibleError for one that was not registered."""
+        if any(parameter not in self._numbers for parameter in parameters):
+            raise NotDivisibleError("a parameter of the model was not registered by register_parameter")
+        return frozenset(self._numbers[parameter] for parameter in parameters)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Build the model in this block, in this thread. One thread at a time.
+
+        Raises: NotDivisibleError.
+        """
+        register, builder = nn.Module.register_parameter, threading.get_ident()
+
+        def register_part(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            own = threading.get_ident() == builder and parameter is not None
+            register(module, name, self._part(parameter) if own and parameter is not None else parameter)
+
+        nn.Module.register_parameter = register_part  # type: ignore[method-assign, assignment]
+        try:
+            if self._wanted is None:
+                yield
+            else:
+                with _initializers_that_draw(), self.draws:
+                    yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+        if self._wanted is not None and (self.draws.refused or tuple(self.forms) != self._expected):
+            raise NotDivisibleError(self.draws.refused or "two builds registered different parameters")
+
+    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter to register: itself, or one on ``meta`` in its place."""
+        if parameter in self._numbers:
+            return parameter
+        if parameter in self._replaced:
+            return self._replaced[parameter]  # type: ignore[no-any-return]
+        if type(parameter) is not nn.Parameter:
+            return parameter
+        number = len(self.forms)
+        self.forms.append((tuple(parameter.shape), parameter.dtype))
+        part = parameter
+        if not parameter.is_meta and (self._wanted is None or number not in self._wanted):
+            part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            self._replaced[parameter] = part
+        self._numbers[part] = number
+        return part
+
+
+@contextlib.contextmanager
+def _initializers_that_draw() -> Iterator[None]:
+    """Let the initializers in ``_SKIPPING`` draw the numbers for a tensor on ``meta``, too."""
+    originals = {name: getattr(nn.init, name) for name in _SKIPPING if hasattr(nn.init, name)}
+
+    def drawing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not tensor.is_meta:
+                return original(tensor, *args, **kwargs)
+            original(_memory_like(tensor), *args, **kwargs)
+            return tensor
+
+        return initialize
+
+    for name, original in originals.items():
+        setattr(nn.init, name, drawing(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+def _memory_like(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory, of the form of one on ``meta``."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+class _Draws(TorchDispatchMode):
+    """Lets random operations on ``meta`` tensors draw their numbers, and refuses values that come from such tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.refused = ""  # also if the user's code catches the exception
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if name not in _COUNTED or len(tensors) != 1 or kwargs.get("generator") is not None:
+                raise self._refusal(f"{name} may draw a different number of random numbers for other values")
+            (tensor,) = tensors
+            drawn = func(_memory_like(tensor), *args[1:], **kwargs)
+            return tensor if name.endswith("_") else torch.empty_like(drawn, device="meta")
+        targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written(func)]
+        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in pytree.tree_leaves(targets)):
+            raise self._refusal(f"{name} computes a tensor from a parameter that has no memory here")
+        return func(*args, **kwargs)
+
+    def _refusal(self, what: str) -> NotDivisibleError:
+        self.refused = what
+        return NotDivisibleError(what)
