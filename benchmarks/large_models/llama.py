@@ -8,6 +8,7 @@ from torch import nn
 SIZES = {
     "7b": (4096, 11008, 32, 32, 32),  # Llama 2, arXiv:2307.09288, and Llama, arXiv:2302.13971, table 2
     "70b": (8192, 28672, 80, 64, 8),  # Llama 2, with grouped queries
+    "2b": (2560, 6912, 24, 20, 20),
     "1b": (2048, 5504, 22, 16, 16),
     "tiny": (128, 352, 4, 4, 2),
 }

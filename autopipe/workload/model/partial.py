@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopipe.workload.model.uninitialized import written
+from autopipe.workload.model.uninitialized import PAGES_FROM, place_in_new_pages, written
 
 # random operations that draw as many numbers for any values of their operands
 _COUNTED = frozenset(
@@ -126,8 +126,14 @@ def _initializers_that_draw() -> Iterator[None]:
 
 
 def _memory_like(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory, of the form of one on ``meta``."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    """Return a tensor with memory, of the form of one on ``meta``.
+
+    A large one gets pages of its own, which the system gets back: a heap would keep them between smaller objects.
+    """
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if memory.nbytes >= PAGES_FROM:
+        place_in_new_pages(memory)
+    return memory
 
 
 class _Draws(TorchDispatchMode):

@@ -25,7 +25,7 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided,
 }
 
-_PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process may have only so many mappings
+PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process may have only so many mappings
 
 
 @functools.cache
@@ -58,8 +58,8 @@ class ZeroedMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket in _EMPTY:
             if type(result) is torch.Tensor and result.layout is torch.strided and result.numel():
-                if self._untouched and result.device.type == "cpu" and result.nbytes >= _PAGES_FROM:
-                    _place_in_new_pages(result)
+                if self._untouched and result.device.type == "cpu" and result.nbytes >= PAGES_FROM:
+                    place_in_new_pages(result)
                 elif not result.is_meta:
                     result.zero_()
                 storage = result.untyped_storage()
@@ -91,7 +91,7 @@ class ZeroedMemory(TorchDispatchMode):
         )
 
 
-def _place_in_new_pages(tensor: torch.Tensor) -> None:
+def place_in_new_pages(tensor: torch.Tensor) -> None:
     """Give a new tensor memory that was never written, which contains zeros."""
     pages = mmap.mmap(-1, tensor.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
