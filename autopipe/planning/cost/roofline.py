@@ -5,12 +5,11 @@ A profile contains the operations and bytes of each node, which do not depend on
 as its arithmetic or its memory traffic, whichever is longer; every other operation takes as long as its traffic::
 
     seconds = max(flops / (COMPUTE_EFFICIENCY * peak), matrix_bytes / bandwidth) + other_bytes / bandwidth
-    seconds = max(seconds, kernels * LAUNCH_SECONDS)
     optimizer seconds, per byte of parameters = (3 + 2 * state) / bandwidth
 
 A backward also adds the gradient of each microbatch to the sum: it reads two tensors and writes one. An optimizer step
-reads the parameter and its gradient, reads and writes its state, and writes the parameter. The host launches one kernel
-after another while the device computes, so that a pass takes at least the time of its launches.
+reads the parameter and its gradient, reads and writes its state, and writes the parameter. Kernel launches are not
+included, so that small layers at small microbatches take longer than the estimate.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ from autopipe.errors import PlanError
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile
 from autopipe.planning.cost.datasheets import Datasheet
-from autopipe.units import in_bandwidth, in_seconds
+from autopipe.units import in_bandwidth
 
 COMPUTE_EFFICIENCY = 0.6
 """The fraction of the peak rate that matrix products, convolutions and attention reach: an assumption.
 
 Their reads and writes are charged at the full bandwidth. A large transformer then reaches about 40 % of the peak, as
 is reported for training such models (Llama 3, arXiv:2407.21783, table 4: 38 to 43 % on H100)."""
-
-
-LAUNCH_SECONDS = 5e-6
-"""The host's time for one operation of eager torch on a GPU: an assumption."""
 
 
 def on_datasheet(profile: Profile, sheet: Datasheet, precision: str) -> Profile:
@@ -59,8 +54,8 @@ def describe(sheet: Datasheet, precision: str, profiled: str) -> str:
     return (
         f"estimate, without measurements on such a device: operations and bytes counted on {profiled}, at "
         f"{COMPUTE_EFFICIENCY:.0%} of {sheet.peak(precision) / 1e12:.4g} TFLOP/s ({precision}) and "
-        f"{in_bandwidth(sheet.memory_bandwidth, 4)} of memory bandwidth ({sheet.source}), and at least "
-        f"{in_seconds(LAUNCH_SECONDS)} an operation; docs/planning.md gives the errors of such estimates"
+        f"{in_bandwidth(sheet.memory_bandwidth, 4)} of memory bandwidth ({sheet.source}); kernel launches are not "
+        "counted"
     )
 
 
@@ -79,5 +74,4 @@ def _estimated(measurement: Measurement, graph: Graph, peak: float, bandwidth: f
 
 
 def _seconds(work: PassWork, peak: float, bandwidth: float) -> float:
-    moved = max(work.flops / peak, work.matrix_bytes / bandwidth) + work.other_bytes / bandwidth
-    return max(moved, work.kernels * LAUNCH_SECONDS)
+    return max(work.flops / peak, work.matrix_bytes / bandwidth) + work.other_bytes / bandwidth

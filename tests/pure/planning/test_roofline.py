@@ -11,7 +11,7 @@ from autopipe.ir.profile import Device, NodeWork, PassWork
 from autopipe.planning.cluster_file import parse_cluster
 from autopipe.planning.clusters import by_datasheet, cluster_of_figures, with_estimated_times
 from autopipe.planning.cost.datasheets import datasheet
-from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, LAUNCH_SECONDS, describe, on_datasheet
+from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, describe, on_datasheet
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
@@ -47,13 +47,6 @@ def test_a_compute_bound_node_runs_at_a_part_of_the_peak():
 def test_a_memory_bound_node_runs_at_the_bandwidth():
     cost = cost_of(on_datasheet(counted(lambda size: NodeWork(PassWork(1, 10**9, 10**9 * size))), H100, "bf16"), 4)
     assert cost.forward_seconds == pytest.approx(5e9 / 3350e9)
-
-
-def test_a_pass_takes_at_least_the_time_of_its_launches():
-    small = cost_of(on_datasheet(counted(lambda size: NodeWork(PassWork(1000, 10, 10, kernels=7))), H100, "bf16"), 1)
-    assert small.forward_seconds == pytest.approx(7 * LAUNCH_SECONDS)
-    large = NodeWork(PassWork(1, 10**9, 0, kernels=7))
-    assert cost_of(on_datasheet(counted(lambda size: large), H100, "bf16"), 1).forward_seconds > 8 * LAUNCH_SECONDS
 
 
 def test_bytes_are_unchanged_and_the_optimizer_is_memory_bound():
