@@ -117,7 +117,17 @@ def section_errors(work: Path) -> list[str]:
     a, large, target = torch.randn(1024, 1024), torch.zeros(1 << 24), torch.ones(1 << 24)
     peak = 2 * 1024**3 / best(lambda: a @ a)
     bandwidth = 2 * large.nbytes / best(lambda: target.copy_(large))
-    sheet = Datasheet("this CPU", 1 << 34, bandwidth, peak, peak, True, "measured by this benchmark")
+    source = "measured by this benchmark"
+    sheet = Datasheet(
+        name="this CPU",
+        memory_bytes=1 << 34,
+        memory_bandwidth=bandwidth,
+        link_bandwidth=bandwidth,
+        fp32_flops=peak,
+        tensor_flops=peak,
+        bf16=True,
+        source=source,
+    )
     lines = [
         f"One thread, float32: {peak / 1e9:.0f} GFLOP/s in a product of 1024 x 1024, {bandwidth / 1e9:.1f} GB/s in a "
         "copy.",
