@@ -1,7 +1,8 @@
 """The cuts that a search of a large graph considers.
 
 A search evaluates every pair of cuts. A transformer of 80 blocks has thousands of legal cuts, most of them inside a
-layer, where more tensors cross than between two layers. Of more than ``MOST_CUTS``, those that send the least are kept.
+layer, where more tensors cross than between two layers. Of more than ``MOST_CUTS``, the ``KEPT_CUTS`` that send the
+least are kept.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import functools
 
 from autopipe.ir.cuts import Cuts
 
-MOST_CUTS = 512
+MOST_CUTS, KEPT_CUTS = 512, 192
 CUTS_PER_STAGE = 8
 
 
 class FewCuts(Cuts):
     """At most ``most`` of the legal cuts of a graph: those that send the least for one sample.
 
-    Cuts that send equally much are kept or left out together, so that all parts of the graph keep some. If the cheapest
-    are too many, every k-th of them is kept.
+    Of cuts that send equally much and are too many, every k-th is kept, so that all parts of the graph have some.
     """
 
     def __init__(self, cuts: Cuts, most: int) -> None:
@@ -33,17 +33,16 @@ class FewCuts(Cuts):
             groups.setdefault(self.crossing_bytes(position, 1), []).append(position)
         kept: list[int] = []
         for _, positions in sorted(groups.items()):
-            if len(kept) + len(positions) > self._most:
-                kept = kept or positions[:: -(-len(positions) // self._most)]
+            room = self._most - len(kept)
+            kept.extend(positions[:: -(-len(positions) // room)] if room else ())
+            if len(positions) >= room:
                 break
-            kept.extend(positions)
         return tuple(sorted(kept))
 
 
 def cuts_to_search(cuts: Cuts, num_stages: int) -> Cuts:
     """Return the cuts themselves, or a part of them if they are more than a search should evaluate."""
-    most = max(MOST_CUTS, CUTS_PER_STAGE * num_stages)
-    if len(cuts.legal) <= most:
+    if len(cuts.legal) <= max(MOST_CUTS, CUTS_PER_STAGE * num_stages):
         return cuts
-    fewer = FewCuts(cuts, most)
+    fewer = FewCuts(cuts, max(KEPT_CUTS, CUTS_PER_STAGE * num_stages))
     return fewer if len(fewer.legal) >= CUTS_PER_STAGE * num_stages else cuts
