@@ -9,6 +9,7 @@ the result of a node, identified by name. ``ir.cuts`` determines which cuts are 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -100,6 +101,12 @@ def _only_updates(node: Node) -> bool:
     if node.kind == "call_module":
         return node.module_type in _STATISTICS
     return node.target in _STATISTICS_FUNCTIONS
+
+
+def _is_call_of_torch(node: Node) -> bool:
+    if node.kind == "call_module":  # a module of torch.nn, unless it is opaque
+        return not node.opaque
+    return node.kind == "call_method" or node.target.startswith("torch.")
 
 
 @dataclass(frozen=True)
@@ -235,6 +242,17 @@ class Graph:
         for value in self.outputs:
             last[value] = len(self.nodes)
         return last
+
+    @functools.cached_property
+    def cast_once(self) -> frozenset[str]:
+        """The float32 parameters that one call of torch reads under autocast: stages may keep one cast of each.
+
+        What an opaque module or another library does with a parameter is not known; it might read it without a cast.
+        """
+        num_readers = Counter(name for node in self.nodes for name in node.parameters)
+        readers = [node for node in self.nodes if "autocast(" in node.context and _is_call_of_torch(node)]
+        names = {name for node in readers for name in node.parameters if num_readers[name] == 1}
+        return frozenset(name for name in names if self.parameters[name].dtype == "float32")
 
     @functools.cached_property
     def replayed_buffers(self) -> frozenset[str]:

@@ -110,6 +110,8 @@ class Measurement:
     keepers: dict[str, str] = field(default_factory=dict)
     # node -> its operations; without nodes that only return a view, and empty in a profile of an earlier version
     work: dict[str, NodeWork] = field(default_factory=dict)
+    # parameter -> bytes of its 16-bit cast, of which a stage keeps one for each version of the weights (autocast)
+    casts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size < 2**31 or self.spread < 0:
@@ -180,6 +182,12 @@ class Profile:
                         f"microbatch size {measurement.microbatch_size}: {kind} names {unknown[0]!r}, which is not a "
                         "node of the graph"
                     )
+            unknown = sorted(measurement.casts.keys() - self.graph.parameters.keys())
+            if unknown or any(not 0 <= size <= _MOST_BYTES for size in measurement.casts.values()):
+                raise ValueError(
+                    f"microbatch size {measurement.microbatch_size}: casts must name parameters of the graph with "
+                    f"their bytes, and are {measurement.casts}"
+                )
         sizes = [measurement.microbatch_size for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"microbatch sizes must be in ascending order, and are {sizes}")
@@ -226,7 +234,7 @@ class Profile:
             work[name] = NodeWork(
                 _between(ours.forward, theirs.forward, along), _between(ours.backward, theirs.backward, along)
             )
-        return Measurement(microbatch_size, costs, max(low.spread, high.spread), low.keepers, work)
+        return Measurement(microbatch_size, costs, max(low.spread, high.spread), low.keepers, work, low.casts)
 
 
 def _between(low: PassWork, high: PassWork, along: Callable[[float, float], float]) -> PassWork:

@@ -58,11 +58,11 @@ def _counted(subject: Subject) -> Measurement:
     """Return what the nodes keep, compute and move at one size."""
     facts, whole = walk_nodes(subject, no_progress), subject.whole()
     with explained(whole.about[0], subject.size):
-        cost = count_saved(subject, whole, subject.start(), {})
+        cost = count_saved(subject, whole, subject.start(), {}, facts)
     names = {position: name for name, position in whole.positions.items()}
     keepers = {names[position]: names[keeper] for position, keeper in reversed(cost.keepers)}
     costs = {
         node.name: NodeCost(0.0, 0.0, facts.output_bytes[node.name], saved, facts.workspace_bytes[node.name])
         for node, saved in zip(whole.about, cost.saved_bytes, strict=True)
     }
-    return Measurement(subject.size, costs, 0.0, keepers, facts.work)
+    return Measurement(subject.size, costs, 0.0, keepers, facts.work, facts.casts)

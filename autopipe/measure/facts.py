@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
 from autopipe.measure.piece import tensors_of
@@ -22,6 +24,8 @@ class NodeFacts:
     output_bytes: dict[str, int] = field(default_factory=dict)
     workspace_bytes: dict[str, int] = field(default_factory=dict)
     work: dict[str, NodeWork] = field(default_factory=dict)  # of the nodes that compute or move anything
+    replaced: dict[int, torch.dtype] = field(default_factory=dict)  # id of each parameter that a cast replaces -> dtype
+    casts: dict[str, int] = field(default_factory=dict)  # name of each such parameter -> bytes of its cast
 
     def shares(self, nodes: Sequence[Node]) -> tuple[list[float], list[float]]:
         """Return the share of each node in the forward and in the backward of all of them."""
@@ -34,7 +38,8 @@ def walk_nodes(subject: Subject, progress: Progress) -> NodeFacts:
 
     Raises: ProfileError for a node that fails.
     """
-    facts, values, timer = NodeFacts(), subject.start(), NodeTimer(subject.clock)
+    names = {id(p): name for name, p in subject.root.named_parameters() if name in subject.graph.cast_once}
+    facts, values, timer = NodeFacts(), subject.start(), NodeTimer(subject.clock, frozenset(names))
     timer.calibrate()
     count = len(subject.graph.nodes)
     for index, node in enumerate(subject.graph.nodes):
@@ -48,6 +53,11 @@ def walk_nodes(subject: Subject, progress: Progress) -> NodeFacts:
         tensors = tensors_of(values.by_name[node.name])
         facts.output_bytes[node.name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         subject.forget(values, index)
+    facts.replaced = timer.replaced
+    parameters = subject.graph.parameters
+    facts.casts = {
+        names[key]: parameters[names[key]].num_bytes({}) // 4 * dtype.itemsize for key, dtype in timer.replaced.items()
+    }
     return facts
 
 

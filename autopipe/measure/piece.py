@@ -10,7 +10,7 @@ time. A parameter without data (a model on ``meta``) gets random values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
@@ -19,17 +19,23 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
+from autopipe.casts import is_replaceable, replace, shared_cast
 from autopipe.draws import seed_recurrent_layers
 
 _CAPTURED = "cpu"  # the type of the device on which models are captured
 
 
 class StateCopies:
-    """Copies of parameters, buffers, constants and modules, made on first use. Tied tensors stay tied."""
+    """Copies of parameters, buffers, constants and modules, made on first use. Tied tensors stay tied.
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    ``casts``: id of a parameter -> dtype of the cast that takes its place in a stage (``autopipe.casts``).
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device, casts: Mapping[int, torch.dtype] | None = None) -> None:
         self._root = root
         self.device = device
+        self._dtypes = casts or {}
+        self._casts: dict[int, Tensor] = {}  # id of a parameter -> the cast of its copy
         self._memo: dict[int, Any] = {}  # id of an original -> its copy
         self._originals: list[Any] = []  # kept alive, because an id is valid only while its object lives
 
@@ -39,7 +45,7 @@ class StateCopies:
         for part in path.split("."):
             value = getattr(value, part)
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._cast(value) if id(value) in self._dtypes else self._tensor(value)
         return self._module(value) if isinstance(value, nn.Module) else value
 
     @property
@@ -47,14 +53,25 @@ class StateCopies:
         """The copies of parameters made so far."""
         return [value for value in self._memo.values() if isinstance(value, nn.Parameter)]
 
+    @property
+    def originals(self) -> list[nn.Parameter]:
+        """The parameters of the model of which copies were made, in the order of ``parameters``."""
+        return [value for value in self._originals if isinstance(value, nn.Parameter)]
+
+    @property
+    def replaced(self) -> dict[int, torch.dtype]:
+        """Id of a parameter of the model -> dtype, for those whose copies were replaced by casts."""
+        return {key: cast.dtype for key, cast in self._casts.items()}
+
     def renewed(self, *, parameters: bool) -> StateCopies:
         """Return copies with the original buffers, and with the original parameters if ``parameters``.
 
         Otherwise the copies of the parameters are passed on, without gradients: nothing has changed them, and on a GPU
         another copy would take longer than what is measured.
         """
-        other = StateCopies(self._root, self.device)
+        other = StateCopies(self._root, self.device, self._dtypes)
         if not parameters:
+            other._casts = self._casts
             for original in self._originals:
                 copied = self._memo.get(id(original))
                 if isinstance(original, nn.Parameter) and isinstance(copied, nn.Parameter):
@@ -65,7 +82,8 @@ class StateCopies:
 
     def storages(self) -> set[int]:
         """The memory of all copies, as ``storage_of`` identifies it."""
-        return {storage_of(value) for value in self._memo.values() if isinstance(value, Tensor)}
+        copies = (*self._memo.values(), *self._casts.values())
+        return {storage_of(value) for value in copies if isinstance(value, Tensor)}
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._memo:
@@ -82,6 +100,13 @@ class StateCopies:
         known: Tensor = self._memo[id(tensor)]
         return known
 
+    def _cast(self, parameter: Tensor) -> Tensor:
+        if id(parameter) not in self._casts:
+            copied = self._tensor(parameter)
+            assert isinstance(copied, nn.Parameter)
+            self._casts[id(parameter)] = shared_cast(copied, self._dtypes[id(parameter)])
+        return self._casts[id(parameter)]
+
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._memo:
             for tensor in (*module.parameters(), *module.buffers()):
@@ -94,6 +119,10 @@ class StateCopies:
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()
             seed_recurrent_layers(copied, self.device)  # they cost what they cost in a stage
+            for original, part in zip(module.modules(), copied.modules(), strict=True):
+                for key, parameter in original._parameters.items():
+                    if parameter is not None and id(parameter) in self._dtypes and is_replaceable(part):
+                        replace(part, key, self._cast(parameter))
             self._originals.append(module)
         known: nn.Module = self._memo[id(module)]
         return known

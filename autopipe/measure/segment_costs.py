@@ -58,9 +58,9 @@ class SegmentCosts:
         key = self._key(segment, values, counted)
         with explained(segment.about[0], subject.size):
             if key not in self.distinct:
-                self.distinct[key] = count_saved(subject, segment, values, counted)
+                self.distinct[key] = count_saved(subject, segment, values, counted, self._facts)
             cost = self.distinct[key]
-            state = StateCopies(subject.root, subject.clock.device)
+            state = StateCopies(subject.root, subject.clock.device, self._facts.replaced)
             if len(cost.windows.times) <= self._num_windows:
                 cost.windows = cost.windows.with_another(self._timed(segment, values, state))
                 state = state.renewed(parameters=segment.mutates)
@@ -117,13 +117,16 @@ class SegmentCosts:
             )
 
 
-def count_saved(subject: Subject, segment: Segment, values: Values, counted: Mapping[int, str]) -> SegmentCost:
+def count_saved(
+    subject: Subject, segment: Segment, values: Values, counted: Mapping[int, str], facts: NodeFacts
+) -> SegmentCost:
     """Run a segment once to count what its nodes keep for the backward, and to see where gradients flow.
 
     ``counted``: memory that an earlier node keeps -> that node; it is not counted again.
     """
     private = segment.mutates
-    state, saved, seen = StateCopies(subject.root, subject.clock.device), SavedBytes(), set(counted)
+    state = StateCopies(subject.root, subject.clock.device, facts.replaced)
+    saved, seen = SavedBytes(), set(counted)
     computed = {name: writable(values.fresh(name, private=private), private) for name in segment.inputs}
     if private:  # the copies stand for memory that may be counted already
         for name in segment.inputs:

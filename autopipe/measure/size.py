@@ -44,10 +44,10 @@ class SizeMeasurement:
 
         Raises: ProfileError as ``measure`` does.
         """
-        _, segment_costs = self._prepared()
+        facts, segment_costs = self._prepared()
         segment_costs.window(self.progress)
         self.progress("the whole model", 0.8)
-        self.whole.window(segment_costs.nodes)
+        self.whole.window(segment_costs.nodes, facts.replaced)
         self.num_windows += 1
 
     def _prepared(self) -> tuple[NodeFacts, SegmentCosts]:
@@ -69,7 +69,8 @@ class SizeMeasurement:
             self.window()
         facts, costs = self._prepared()
         scaled = self.whole.scaled(costs.nodes, len(costs.distinct), len(costs.bounds))
-        return Measurement(self.subject.size, scaled, self._spread(costs), costs.keepers, facts.work)
+        spread = self._spread(costs)
+        return Measurement(self.subject.size, scaled, spread, costs.keepers, facts.work, facts.casts)
 
     def _spread(self, costs: SegmentCosts) -> float:
         if self.whole.spread is not None:

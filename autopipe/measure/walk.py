@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
+from autopipe.casts import CastObserver
 from autopipe.errors import AutopipeError, ProfileError
 from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
@@ -146,9 +147,13 @@ class NodeTimer:
     """Times single nodes, and counts their workspace and work. Nodes of one signature are measured once."""
 
     clock: Clock
+    cast_once: frozenset[int] = frozenset()  # ids of the parameters that a stage may replace by a cast
+    replaced: dict[int, torch.dtype] = field(default_factory=dict)  # id of each that a cast replaces -> its dtype
     timed: dict[Any, tuple[float, float]] = field(default_factory=dict)  # signature -> forward and backward seconds
     workspace: dict[Any, int] = field(default_factory=dict)  # signature -> bytes
     work: dict[Any, NodeWork] = field(default_factory=dict)  # signature -> operations and bytes
+    # signature -> for each parameter, in order of first use, the dtype of the only cast through which it is read
+    casts: dict[Any, tuple[torch.dtype | None, ...]] = field(default_factory=dict)
     overhead: float = 0.0  # seconds of a backward that does nothing
 
     def calibrate(self) -> None:
@@ -166,6 +171,12 @@ class NodeTimer:
         state = StateCopies(root, self.clock.device)
         key = signature(node, values, state)
         names = inputs_of([node])
+        if self.cast_once and autocast_of(node, state.device):
+            if key not in self.casts:
+                self.casts[key] = self._casts(node, self._arguments(names, about, values)[0], state)
+            pairs = zip(state.originals, self.casts[key], strict=True)
+            casts = {id(p): dtype for p, dtype in pairs if dtype is not None and id(p) in self.cast_once}
+            state = StateCopies(root, self.clock.device, casts)
         repeats = 1 if key in self.timed else _REPEATS
         forwards, backwards, result = list[float](), list[float](), None
         arguments: dict[str, Any] = {}
@@ -189,6 +200,7 @@ class NodeTimer:
                 values.by_name[node.name] = call(node, values.by_name, state)
         else:
             values.store(node.name, result)
+        self.replaced.update(state.replaced)
         return key, *self.timed[key]
 
     def _kernels(self, run: Callable[[], Any]) -> tuple[Any, float]:
@@ -201,6 +213,13 @@ class NodeTimer:
         leaves = [tensor for value in arguments.values() for tensor in tensors_of(value) if tensor.requires_grad]
         # a leaf cannot be changed in place
         return (writable(arguments, True) if about.mutates else arguments), leaves
+
+    @staticmethod
+    def _casts(node: fx.Node, arguments: dict[str, Any], state: StateCopies) -> tuple[torch.dtype | None, ...]:
+        with CastObserver() as observer, region(node, state.device, grad=True):
+            call(node, arguments, state)
+        dtypes = {id(parameter): cast.dtype for parameter, cast in observer.only_cast()}
+        return tuple(dtypes.get(id(copied)) for copied in state.parameters)
 
     def _counted(
         self, node: fx.Node, arguments: dict[str, Any], leaves: list[Tensor], state: StateCopies

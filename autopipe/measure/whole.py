@@ -28,8 +28,11 @@ class WholeModel:
         self.windows: Windows | None = subject.clock.windows()  # None if the model does not fit the device
         self._subject = subject
 
-    def window(self, costs: Mapping[str, NodeCost]) -> None:
-        """Time the model once more, unless it does not fit. ``costs``: of its nodes, as far as they are known."""
+    def window(self, costs: Mapping[str, NodeCost], casts: Mapping[int, torch.dtype]) -> None:
+        """Time the model once more, unless it does not fit.
+
+        ``costs``: of its nodes, as far as they are known. ``casts``: as in ``StateCopies``.
+        """
         if self.windows is None:
             return
         subject, segment = self._subject, self._subject.whole()
@@ -38,7 +41,7 @@ class WholeModel:
             return
         seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
         try:
-            state = StateCopies(subject.root, subject.clock.device)
+            state = StateCopies(subject.root, subject.clock.device, casts)
             piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
             once = functools.partial(timed_pass, subject.clock, piece, subject.start(), private=segment.mutates)
             times = repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < LONG_SECONDS else 2)

@@ -126,6 +126,7 @@ class RankAssembly:
             recompute=planned.recompute,
             replayed=graph.replayed_buffers,
             names=graph.aliases,
+            cast_once=graph.cast_once,
             distinguish_absent=any(node.opaque for node in graph.nodes),
             scaler=scaler,
             deferred=DeferredStatistics.of(stage) if self.job.deferred_batch_norm else None,

@@ -40,6 +40,7 @@ from torch import nn
 
 from autopipe.errors import InternalError
 from autopipe.ir.messages import tied
+from autopipe.runtime.casts import StageCasts
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.runtime.step.scaler import LossScaler
@@ -63,6 +64,8 @@ class StageVariant:
     # buffers by first name, of this and other stages, that a recomputed forward must see as the first forward did
     # (``Graph.replayed_buffers``)
     replayed: frozenset[str] = frozenset()
+    # as in ``Graph``: the parameters of which one cast may serve all microbatches
+    cast_once: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class StageRunner:
         deferred: gathers the statistics of BatchNorm until the step.
         replayed: as in ``StageVariant``, for the recording of the plan.
         names: other name -> first name of a buffer with several names.
+        cast_once: as in ``StageVariant``, for the recording of the plan.
         distinguish_absent: some module of the model is opaque and may leave what it reads unused; an absent gradient
             is then kept apart from a gradient of zeros.
 
@@ -115,6 +119,7 @@ class StageRunner:
         deferred: DeferredStatistics | None = None,
         replayed: frozenset[str] = frozenset(),
         names: Mapping[str, str] | None = None,
+        cast_once: frozenset[str] = frozenset(),
         distinguish_absent: bool = False,
     ) -> None:
         self.stage = stage
@@ -126,7 +131,8 @@ class StageRunner:
         self.deferred = deferred
         self.distinguish_absent = distinguish_absent
         # by name of the recording; "" is the recording of the plan
-        self.variants = {"": StageVariant(type(stage), carries_gradient, replayed)}
+        self.variants = {"": StageVariant(type(stage), carries_gradient, replayed, cast_once)}
+        self._casts = StageCasts(versions)
         self.in_flight: dict[Key, InFlightMicrobatch] = {}
         # the loss of each microbatch, multiplied by its share, and the weight that the user's loss returned with it
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -175,9 +181,15 @@ class StageRunner:
         self.stage.seed(microbatch.draws)
         code = microbatch.variant.code
         arguments = [microbatch.received[value] for value in code.RECEIVES]
-        outputs = self.stage.run(code, *microbatch.inputs, *arguments)
+        with self._casts_in_place(microbatch.variant):
+            outputs = self.stage.run(code, *microbatch.inputs, *arguments)
         # what the model returns is named as in the recording of the plan
         return dict(zip((*code.SENDS, *self.stage.RETURNS), outputs, strict=True))
+
+    def _casts_in_place(self, variant: StageVariant) -> contextlib.AbstractContextManager[None]:
+        if self.stage._autopipe_run is not None:
+            return contextlib.nullcontext()  # the compiler fuses casts
+        return self._casts.in_place(variant.code, variant.cast_once)
 
     def _scaled(self, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         loss = outputs[self.stage.RETURNS[0]]
@@ -312,7 +324,7 @@ class StageRunner:
             yield
             return
         self.stage.seed(microbatch.draws)
-        with self._frozen_buffers(microbatch.buffers):
+        with self._frozen_buffers(microbatch.buffers), self._casts_in_place(microbatch.variant):
             yield
 
     @contextlib.contextmanager

@@ -39,7 +39,8 @@ class WeightVersions:
         self.staleness, self._changing = staleness, changing
         # first name -> the parameter that the optimizer steps
         self.masters: dict[str, nn.Parameter] = {}
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        # first name -> the modules that have the parameter, and its name there
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         first = names or {}
         for path, owner in module.named_modules(remove_duplicate=False):
             for key, parameter in owner._parameters.items():
@@ -48,18 +49,25 @@ class WeightVersions:
                 full = f"{path}.{key}" if path else key
                 name = first.get(full, full)
                 self.masters.setdefault(name, parameter)
-                self._places.setdefault(name, []).append((owner, key))
+                self.places.setdefault(name, []).append((owner, key))
         # first name -> the parameter that the modules hold now
         self.in_use: dict[str, nn.Parameter] = dict(self.masters)
         self.newest = 0
         self._used = -1
         self._taken = self._begun = False
         self._leaves: dict[int, dict[str, nn.Parameter]] = {}
+        # version -> first name -> the 16-bit cast of a weight; see ``runtime.casts``
+        self._casts: dict[int, dict[str, torch.Tensor]] = {}
         self.peak_versions = 1
         self.start_at(0)
 
     def _moving(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.masters.items() if p.requires_grad or name in self._changing}
+
+    @property
+    def casts(self) -> dict[str, torch.Tensor]:
+        """The 16-bit casts of the version in use, by first name. They are dropped together with it."""
+        return self._casts.setdefault(self._used, {})
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -68,7 +76,7 @@ class WeightVersions:
 
     def start_at(self, version: int) -> None:
         """Declare the current values to be ``version``, and drop all other versions."""
-        self.newest, self._leaves = version, {}
+        self.newest, self._leaves, self._casts = version, {}, {}
         self._used = -1  # the modules hold dropped leaves, which may have the same number
         self._add(version, {name: parameter.data for name, parameter in self._moving().items()})
         self.use(version)
@@ -98,7 +106,7 @@ class WeightVersions:
         self.in_use.update(self._leaves[version])
         if self.staleness:
             for name, leaf in self._leaves[version].items():
-                for owner, key in self._places[name]:
+                for owner, key in self.places[name]:
                     if type(owner).__setattr__ is nn.Module.__setattr__:
                         owner._parameters[key] = leaf
                     else:  # an LSTM keeps a list of its weights, and renews it in __setattr__
@@ -120,12 +128,15 @@ class WeightVersions:
         self.use(self.newest)  # frees the old version before the new one takes memory
         for version in [v for v in self._leaves if v < minibatch + 1 - self.staleness]:
             del self._leaves[version]
+            self._casts.pop(version, None)
 
     def begin_step(self, minibatch: int) -> None:
         """Move the gradients of a minibatch to the masters, and give these new memory to be stepped in.
 
         A second call before ``end_step`` does nothing.
         """
+        if self.staleness == 0:
+            self._casts.clear()  # the step changes the weights in place
         if self.staleness == 0 or self._begun:
             return
         self.take_gradients(minibatch)
@@ -137,6 +148,7 @@ class WeightVersions:
         """Make the values of the masters the next version."""
         self.newest += 1
         if self.staleness == 0:
+            self._casts.clear()
             self._leaves = {self.newest: self._leaves.popitem()[1]}
             self._used = self.newest
             return

@@ -15,12 +15,13 @@ SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / fold
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
-_FORWARD = {*_BASE, "draws", "guards", "sparse", "strides"}  # needed by a forward in any process
+_FORWARD = {*_BASE, "casts", "draws", "guards", "sparse", "strides"}  # needed by a forward in any process
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
     "draws": set(),
+    "casts": set(),
     "sparse": set(),
     "strides": set(),
     "ir": {"errors", "units"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "report": {*_BASE, "schedules", "planning"},
     "workload": {*_BASE, "draws"},
     "trace": {*_FORWARD, "workload"},
-    "measure": {*_BASE, "draws", "sparse", "strides"},
+    "measure": {*_BASE, "casts", "draws", "sparse", "strides"},
     "generate": {*_FORWARD, "stage"},
     "runtime": _RUN,
     "verify": _RUN,

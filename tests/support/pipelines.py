@@ -19,6 +19,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.runtime.context import RunContext
+from autopipe.runtime.events import Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
@@ -139,3 +140,27 @@ def assert_equals_oracle(plan: Plan, items: Sequence[Any], weights: dict[str, to
     expected = dict(model.named_parameters())
     assert weights.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+
+
+class Ear(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: dict[int, dict[str, Any]] = {}
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind == "peak":
+            self.peaks[fields["stage"]] = fields
+
+
+def measured_with(subject: Captured, plan: Plan, folder: Path) -> dict[int, Any]:
+    """Train three steps of a plan with ranks as threads, and return the peak event of each stage."""
+    pipeline = build(subject, plan, folder, measure_memory=True, steps=3)
+    ears = [Ear() for _ in range(plan.num_ranks)]
+
+    def body(session: RankSession) -> None:
+        session.train()
+        session.report_timeline()
+
+    items = minibatches(subject.workload, 3, plan.batch_size)
+    run_in_threads(pipeline.run, pipeline.job, pipeline.context, body, items=lambda epoch: iter(items), reporters=ears)
+    return {stage: books for ear in ears for stage, books in ear.peaks.items()}

@@ -23,6 +23,7 @@ class Atoms:
         self.cuts = cuts
         self.costs: Mapping[str, NodeCost] = measurement.costs
         self.keepers: Mapping[str, str] = measurement.keepers
+        self.casts: Mapping[str, int] = measurement.casts
         self.sizes: Mapping[str, int] = graph.sizes(measurement.microbatch_size)
         self.edges: tuple[int, ...] = (0, *cuts.legal, len(graph.nodes))  # the start of every atom, and the end
         self.count = len(self.edges) - 1

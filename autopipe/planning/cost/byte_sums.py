@@ -26,7 +26,7 @@ from autopipe.planning.cost.stored import stored_values
 class StageTerms:
     """The bytes of one stage, by term."""
 
-    weights: int  # W: one version of the weights, and the buffers
+    weights: int  # W: one version of the weights with their 16-bit casts, and the buffers
     gradients: int  # G: of the trained parameters
     stepped: int  # the trained parameters that the stage itself steps; the first stage that has one steps it
     optimizer: int  # O: optimizer state of those
@@ -150,7 +150,7 @@ class ByteSums:
             users[name] = {atoms.of_position[home]}
         for name, spec in graph.parameters.items():
             size, used_at = spec.num_bytes(atoms.sizes), users[name]
-            self.weights.distinct(used_at, size)
+            self.weights.distinct(used_at, size + atoms.casts.get(name, 0))
             if not spec.requires_grad:
                 continue
             self.gradients.distinct(used_at, size)

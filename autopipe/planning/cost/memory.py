@@ -2,7 +2,7 @@
 
 With v weight versions and at most k microbatches in flight::
 
-    state        = v W + G + O             W weights and buffers, G gradients, O optimizer state
+    state        = v W + G + O             W weights, their casts and buffers, G gradients, O optimizer state
     peak         = state + k (A + K) + X   A saved for backward; K batch tensors, received values, input-only results
     with recompute
     peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A exists at a time

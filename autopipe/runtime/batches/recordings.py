@@ -184,7 +184,9 @@ class Recordings:
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
-            runner.variants[name] = StageVariant(code, recording.carries_gradient, graph.replayed_buffers)
+            runner.variants[name] = StageVariant(
+                code, recording.carries_gradient, graph.replayed_buffers, graph.cast_once
+            )
         return recording
 
 

@@ -9,36 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipelines import Captured, build, captured, captured_file, minibatches, plan_for
+from support.pipelines import build, captured, captured_file, measured_with, minibatches, plan_for
 from support.samples import SAMPLES
 from torch import nn
 
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction, Op
 from autopipe.measure import measure
 from autopipe.measure.live import HostMeter
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.peaks import with_peaks
 from autopipe.runtime.batches.on_device import LeavesOnGpu, Placement
-from autopipe.runtime.events import Silent
 from autopipe.runtime.footprint import Footprint
-from autopipe.runtime.session import RankSession
-from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.schedules import REGISTRY, StageBytes, make, peak_bytes
 from autopipe.schedules.kind import line
 
 MIB = 2**20
-
-
-class Ear(Silent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: dict[int, dict[str, Any]] = {}
-
-    def event(self, kind: str, **fields: Any) -> None:
-        if kind == "peak":
-            self.peaks[fields["stage"]] = fields
 
 
 def measured(
@@ -49,19 +35,6 @@ def measured(
     if changes:
         plan = replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
     return measured_with(subject, plan, folder)
-
-
-def measured_with(subject: Captured, plan: Plan, folder: Path) -> dict[int, Any]:
-    pipeline = build(subject, plan, folder, measure_memory=True, steps=3)
-    ears = [Ear() for _ in range(plan.num_ranks)]
-
-    def body(session: RankSession) -> None:
-        session.train()
-        session.report_timeline()
-
-    items = minibatches(subject.workload, 3, plan.batch_size)
-    run_in_threads(pipeline.run, pipeline.job, pipeline.context, body, items=lambda epoch: iter(items), reporters=ears)
-    return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
 
 def test_memory_is_counted_once_and_until_it_is_freed() -> None:

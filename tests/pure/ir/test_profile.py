@@ -58,6 +58,11 @@ def measured(size: int, factor: float = 1.0, **fields: Any) -> Measurement:
         ),
         (
             PROFILE,
+            {"measurements": (measured(1, casts={"gone": 2}),)},
+            "microbatch size 1: casts must name parameters of the graph with their bytes, and are {'gone': 2}",
+        ),
+        (
+            PROFILE,
             {"measurements": (measured(2), measured(1))},
             r"microbatch sizes must be in ascending order, and are \[2, 1\]",
         ),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pure.planning.test_unreplicated import random_case as straight_case
-from support.planning_cases import profile_of, random_graph, replicated_case
+from support.planning_cases import chain, profile_of, random_graph, replicated_case
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cuts import Cuts
@@ -202,3 +202,14 @@ def test_interleaved_stages_hold_the_microbatches_of_the_formula(num_ranks, stag
             for stage, most in in_flight.items():
                 assert most == max(in_flight_of_interleaved(stages_per_rank, num_ranks, m, stage) for m in shares)
     assert taken >= 4
+
+
+def test_each_version_of_the_weights_has_its_casts():
+    profile = chain(3)
+    weights = [{}, {}]
+    for casts in ({}, {name: spec.num_bytes({}) // 2 for name, spec in profile.graph.parameters.items()}):
+        measurement = dataclasses.replace(profile.measurements[0], casts=casts)
+        sums = ByteSums(Atoms(profile.graph, Cuts(profile.graph), measurement), 0.0)
+        weights[bool(casts)] = [terms.weights for terms in sums.along([0, 1])]
+    assert any(weights[0])
+    assert weights[1] == [size * 3 // 2 for size in weights[0]]
