@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import run_ranks
 
 from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel
@@ -143,19 +144,26 @@ def test_a_sum_of_any_size_is_in_the_order_of_the_ranks(world: int) -> None:
     assert all(len(answer) == 10 and all(answer) for answer in answers)
 
 
-def one_leaves(rank: int, world: int) -> str:
-    transport = ProcessTransport(CHANNELS)
+def one_leaves(rank: int, world: int, connected: bool) -> str:
+    """Rank 0 leaves when rank 1 has joined the process group, or when it has connected all channels, too."""
     if rank == 0:
-        import os
-
-        os.close(os.dup(0))
+        if connected:
+            ProcessTransport(CHANNELS).receive(BACKWARD, (3,), torch.float32).wait()
+        else:
+            dist.recv(torch.empty(1), 1)
         return "left"
+    joined = None if connected else dist.isend(torch.zeros(1), 0)  # waiting for the send could fail, too
+    where = "connecting"
     try:
+        transport = ProcessTransport(CHANNELS)
+        where = "receiving"
+        transport.send(BACKWARD, torch.ones(3))
         transport.receive(FORWARD, (3,), torch.float32).wait()
-    except TransportClosed as error:
-        return str(type(error).__name__)
-    return "nothing happened"
+    except TransportClosed:
+        return where
+    return f"nothing happened after {joined}"
 
 
-def test_a_lost_peer_is_distinguished_from_an_own_failure() -> None:
-    assert run_ranks(one_leaves, 2) == ["left", "TransportClosed"]
+@pytest.mark.parametrize(("connected", "where"), [(False, "connecting"), (True, "receiving")])
+def test_a_lost_peer_is_distinguished_from_an_own_failure(connected: bool, where: str) -> None:
+    assert run_ranks(one_leaves, 2, connected) == ["left", where]
