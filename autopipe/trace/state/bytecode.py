@@ -14,6 +14,13 @@ def looked_up(code: types.CodeType) -> frozenset[str]:
     return frozenset((*code.co_names, code.co_qualname.partition(".")[0], *texts))
 
 
+def stored(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the attributes that a function assigns; those in texts too, if it assigns by text."""
+    by_text = {"setattr", "__dict__", "vars"} & {*code.co_names}
+    texts = (text for text in code.co_consts if isinstance(text, str)) if by_text else ()
+    return frozenset((*(code.co_names[index] for index in _operands(code, "STORE_ATTR")), *texts))
+
+
 def imported(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the modules that a function imports when it runs, without the dots of a relative import."""
     return tuple(code.co_names[index] for index in _operands(code, "IMPORT_NAME"))

@@ -18,26 +18,27 @@ from autopipe import draws
 from autopipe.errors import TraceError
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS
 from autopipe.trace.state.later import changed_entries, keeps_a_part
-from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
+from autopipe.trace.state.observe import Ran, is_package, observed
 from autopipe.trace.state.places import Unusable, put, value_at
 from autopipe.trace.state.probe import Probe
 from autopipe.trace.state.reach import module_name, modules, named, reached
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
-from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
+from autopipe.trace.state.source import WHOLE, Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
+from autopipe.trace.state.writer import writing_line
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
-_MOST_FUNCTIONS = 2000
 _MOST_CONSTANTS = 16
 _ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
-_NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
 _FORWARD, _DATA = "the forward or the loss", "the data hook"
 _KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
 _INPUT = "pass it as a tensor of the batch"
 _DRAW = "draw with torch's functions, without generator=, and apply the result as a factor"
 _MOST_NAMES = 3
+_COPIED = (itertools.count, itertools.cycle)  # iterators whose later values can be tried
 _NOT_TRIED = (
     "not known whether the loss depends on later values of {}: a forward with them takes too long or ends the run"
 )
@@ -163,20 +164,31 @@ class Look:
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
         unknown = []  # places that the source does not show a read of
         for place in changed:
-            if place[1] == DRAWN:
-                owner = last.owners[place[0]]
-                uses = self._uses(owner, last)
-                if isinstance(owner, (itertools.count, itertools.cycle)) and all(
-                    is_package(access.where) for access in uses
-                ):
-                    unknown.append(place)
-                else:
-                    self._refuse(_FORWARD, f"the generator {last.names[place]}", uses, [], _DRAW)
+            if place[1] == DRAWN and not self._refuse_drawn(place, last):
+                unknown.append(place)
+        changed = [place for place in changed if place[1] != DRAWN]
         for place in changed[:_MOST_PLACES]:
             if not self._refuse_place(place, second, last):
                 unknown.append(place)
         unknown += changed[_MOST_PLACES:]
         self._refuse_depended(list(dict.fromkeys(unknown)), second, last, set(changed))
+
+    def _refuse_drawn(self, place: Place, last: Snapshot) -> bool:
+        """Refuse a generator, iterator or stream whose values are used. Return whether all of them are discarded."""
+        owner = last.owners[place[0]]
+        uses = self._uses(owner, last)
+        if uses and all(use.feeds is not None and not self._is_read(use.feeds, last) for use in uses):
+            return True
+        is_known = isinstance(owner, (*GENERATORS, *ITERATORS)) and not isinstance(owner, _COPIED)
+        if all(is_package(use.where) for use in uses) and not is_known:
+            return False
+        kind = "the generator " if isinstance(owner, GENERATORS) or hasattr(owner, "__next__") else ""
+        uses = [use for use in uses if use.feeds is None or self._is_read(use.feeds, last)]
+        return self._refuse(_FORWARD, f"{kind}{last.names[place]}", uses, [], _DRAW if kind else _KEEP)
+
+    def _is_read(self, places: frozenset[Key], last: Snapshot) -> bool:
+        """Return whether the value at one of these places reaches anything except state that nothing reads."""
+        return any(read_by_torch(place) or self._really_read(place, last, set()) for place in places)
 
     def _refuse_place(self, place: Place, second: Snapshot, last: Snapshot) -> bool:
         """Refuse a place that is read. Return whether the source shows that it is harmless."""
@@ -184,11 +196,11 @@ class Look:
         indices = changed_entries(place, second, last)
         keys = [(owner, place[1])] if indices is None else [(owner, index) for index in indices]
         is_tensor = isinstance(value_at(last.owners[place[0]], place[1]), Tensor)
-        accesses = [access for _, access in self._all(last) if any(_meets(access, key) for key in keys)]
+        accesses = [access for _, access in self._all(last) if any(meets(access, key) for key in keys)]
         writes = [access for access in accesses if access.kind != "read"]
         read = next((read for key in keys if (read := self._really_read(key, last, set()))), None)
         if read is None and writes:
-            read = _read_by_torch(keys[0])
+            read = read_by_torch(keys[0])
         if is_tensor and not writes:
             return True  # the recording detects tensors that are changed in place
         if read is None:
@@ -197,7 +209,13 @@ class Look:
             return False  # what is read may be the part that does not change
         carried = self._carried(place, last)
         if carried is None:
-            carried = any(access.kind == "update" for access in writes)
+            carried = not writes or any(access.kind == "update" for access in writes)
+        if carried and not writes:
+            if is_package(read.where):
+                return False
+            line = writing_line(lambda: self.run(self.item), last.owners[place[0]], place[1])
+            last.restore()
+            writes = [Access("update", frozenset(keys), line)] if line else []
         if carried:
             self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
         return True  # every run writes it before reading it
@@ -221,7 +239,7 @@ class Look:
                 self.notes.append(_NOT_TRIED.format(", ".join(probe.unknown[:_MOST_NAMES])))
             return
         owner, key = last.owners[place[0]], place[1]
-        writes = (a.where for _, a in self._all(last) if a.kind != "read" and _meets(a, (owner_key(owner), key)))
+        writes = (a.where for _, a in self._all(last) if a.kind != "read" and meets(a, (owner_key(owner), key)))
         why = "the loss depends on it" if probe.is_repeatable else "two runs on the same batch have different losses"
         raise TraceError(
             f"{_FORWARD} changes {last.names[place]}, and {why}: the model is not one fixed graph",
@@ -235,12 +253,12 @@ class Look:
             return None
         seen.add(key)
         for reader, access in self._all(last):
-            if access.kind != "read" or not _meets(access, key) or _is_helper(reader):
+            if access.kind != "read" or not meets(access, key) or is_helper(reader):
                 continue
             if access.feeds is None:
                 return access
             for place in access.feeds - {key}:
-                if _read_by_torch(place) or self._really_read(place, last, seen):
+                if read_by_torch(place) or self._really_read(place, last, seen):
                     return access
         return None
 
@@ -261,16 +279,18 @@ class Look:
             last.restore()
         return not torch.equal(wanted, loss)
 
-    def _uses(self, generator: Any, last: Snapshot) -> list[Access]:
-        """Return where forward and loss reference a generator other than the global one."""
-        places = (Reader(ran, last).place_of(generator) for ran in self.ran.values())
-        return [Access("read", frozenset(), where) for where in places if where]
+    def _uses(self, drawn: Any, last: Snapshot) -> list[Access]:
+        """Return where forward and loss reference a generator, iterator or stream, or what draws from it."""
+        outer = [drawn]
+        while id(outer[-1]) in last.inside and len(outer) < _MOST_NAMES:
+            outer.append(last.inside[id(outer[-1])])
+        readers = [Reader(ran, last) for ran in self.ran.values()]
+        return [use for one in outer for reader in readers for use in reader.uses(one)]
 
     def _all(self, last: Snapshot) -> list[tuple[Reader, Access]]:
         """Return every access in the functions that ran, and in those that they call in branches not taken."""
         if self._accesses is None:
-            readers = list(_readers(self.ran, last))
-            self._accesses = [(reader, access) for reader in readers for access in reader.accesses()]
+            self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]
         return self._accesses
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -285,7 +305,7 @@ class Look:
         ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
         known = {owner_key(owner) for owner in last.owners.values()}
         parts = self._parts(last)
-        for reader in _readers(ran, last):
+        for reader in readers(ran, last):
             for access in reader.accesses():
                 if access.kind == "read" or (access.kind == "write" and not access.repeated):
                     continue  # state set once in each call of data() is equal in every call
@@ -324,48 +344,6 @@ def constants(ran: Iterable[types.CodeType]) -> list[int]:
     """Return the whole numbers in the code of functions, from the smallest on."""
     numbers = {number for code in ran for number in code.co_consts if type(number) is int and number > 1}
     return sorted(numbers)[:_MOST_CONSTANTS]
-
-
-def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:
-    """Yield a reader for each function, and for the functions in the user's own files that they call."""
-    pending, seen = list(ran.values()), set(ran)
-    while pending and len(seen) < _MOST_FUNCTIONS:
-        reader = Reader(pending.pop(0), snapshot)
-        yield reader
-        if is_package(reader.filename):
-            continue
-        for function, names in reader.called():
-            code = function.__code__
-            if code not in seen and is_own_file(code.co_filename):
-                seen.add(code)
-                snapshot.functions.setdefault(code, function)
-                pending.append(Ran(code, function.__globals__, names))
-
-
-def _meets(access: Access, key: Key) -> bool:
-    return any(
-        owner == key[0] and (name == key[1] or ANY in (name, key[1]) or (key[1] == WHOLE and name == ANY))
-        for owner, name in access.places
-    )
-
-
-def _is_helper(reader: Reader) -> bool:
-    """Return whether a function belongs to a helper of an installed package: a progress bar reads its own counters."""
-    owners = reader.ran.names.get("self", [])
-    return is_package(reader.filename) and bool(owners) and not any(isinstance(owner, nn.Module) for owner in owners)
-
-
-def _read_by_torch(key: Key) -> Access | None:
-    """Return the read of an attribute by the torch module that defines it (``p`` of a dropout), or None."""
-    owner, name = key
-    for base in owner.__mro__ if isinstance(owner, type) else ():
-        if base is nn.Module or not base.__module__.startswith("torch."):
-            continue
-        for method, function in vars(base).items():
-            code = getattr(function, "__code__", None)
-            if code is not None and method not in _NO_FORWARD and name in code.co_names:
-                return Access("read", frozenset({key}), f"{code.co_filename}:{code.co_firstlineno}")
-    return None
 
 
 def _is_torchs(owner: Any) -> bool:

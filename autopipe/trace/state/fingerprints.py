@@ -9,8 +9,11 @@ import hashlib
 import itertools
 import operator
 import random
+import sys
 import types
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,18 @@ ITERATORS: tuple[type, ...] = (
     itertools.repeat,
 )
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_CONTENT: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("_io.BytesIO", "_io.StringIO"), lambda stream: (stream.tell(), hash(stream.getvalue()))),
+    **{f"_io.{name}": operator.methodcaller("tell") for name in ("TextIOWrapper", "FileIO")},
+    **{f"_io.Buffered{name}": operator.methodcaller("tell") for name in ("Random", "Reader", "Writer")},
+    "sqlite3.Connection": operator.attrgetter("total_changes"),
+    "_csv.reader": operator.attrgetter("line_num"),
+    "_thread.lock": operator.methodcaller("locked"),
+    "_thread.RLock": lambda lock: repr(lock).partition(" object")[0],
+    "numpy.flatiter": operator.attrgetter("index"),
+    "numpy.random.bit_generator.SeedSequence": operator.attrgetter("n_children_spawned"),
+}
+"""Types of C and of numpy whose objects have a content: how it is compared."""
 
 
 def fingerprint(value: Any) -> tuple[Any, ...]:
@@ -101,6 +116,29 @@ def drawn(value: Any) -> Any:
         (rest,), (first, _) = _parts_of_cycle(value)
         return operator.length_hint(rest, -1), len(first)
     return repr(value) if isinstance(value, itertools.count) else operator.length_hint(value, -1)
+
+
+def content_of(value: Any) -> Any:
+    """Return the content of a stream, hash, lock, exception or iterator of C, or None for any other value.
+
+    The content of an iterator whose progress is unknown is never equal to another.
+    """
+    kind = type(value)
+    if kind in weakref.ProxyTypes or any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return None
+    try:
+        if isinstance(value, BaseException):
+            return tuple(entry if type(entry) in PLAIN else id(entry) for entry in value.args)
+        if isinstance(value, np.random.BitGenerator):
+            return repr(value.state)
+        read = _CONTENT.get(f"{kind.__module__}.{kind.__qualname__}")
+        if read is not None:
+            return read(value)
+        if hasattr(kind, "hexdigest") and hasattr(kind, "copy"):
+            return value.copy().hexdigest()
+    except (ValueError, OSError, TypeError):  # a closed file, or a pipe
+        return None
+    return object() if hasattr(kind, "__next__") else None
 
 
 def copied_iterator(value: Any) -> Any:

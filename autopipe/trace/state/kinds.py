@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import gc
 import itertools
@@ -27,15 +28,21 @@ from autopipe.trace.state.places import slots
 MOST_ENTRIES = 256  # entries of one container that are compared, with its length
 _IMMUTABLE = PLAIN | {torch.dtype, torch.device}  # types of default arguments that a function cannot change
 _HOLDERS = (
-    *(types.SimpleNamespace, argparse.Namespace, threading.local, threading.Semaphore, queue.Queue),
+    *(types.SimpleNamespace, argparse.Namespace, threading.local, threading.Semaphore, threading.Event, queue.Queue),
     *(UserDict, UserList, collections.ChainMap),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 """Classes of the standard library whose objects hold what the user assigns to them."""
+_HANDLES = (
+    *("autopipe", "threading", "_thread", "concurrent", "multiprocessing", "asyncio", "socket", "subprocess"),
+    *("tempfile", "importlib", "_frozen_importlib", "typing", "torch._", "torch.utils.data", "torch.distributed"),
+    *("torch.multiprocessing", "torch.fx"),
+)
+"""Modules whose objects are handles of something else, such as a thread, or are no state."""
 _BUILT_IN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
 _GLOBAL_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]  # bound methods
 """The generators of the modules themselves: a recording detects a draw from them, and opaque modules seed them."""
-_WRAPPERS = (
+WRAPPERS = (
     *(map, filter, zip, enumerate, types.MappingProxyType),
     *(itertools.chain, itertools.islice, itertools.accumulate, itertools.starmap, itertools.takewhile),
 )
@@ -58,9 +65,12 @@ def behind(value: Any) -> Iterator[Any]:
             yield owner  # ``append = entries.append``, ``draw = itertools.count().__next__``
     elif isinstance(value, weakref.ref):
         yield value()
+    elif isinstance(value, memoryview):
+        with contextlib.suppress(ValueError):  # released
+            yield value.obj
     elif isinstance(value, frozenset):
         yield from itertools.islice(frozenset.__iter__(value), MOST_ENTRIES)
-    elif isinstance(value, _WRAPPERS):
+    elif isinstance(value, WRAPPERS):
         yield from (inner for inner in gc.get_referents(value) if not isinstance(inner, (type, types.ModuleType)))
 
 
@@ -112,6 +122,12 @@ def is_users_object(value: Any) -> bool:
     return is_users_module(kind.__module__) or isinstance(value, _HOLDERS)
 
 
+def has_attributes(value: Any) -> bool:
+    """Return whether an object of a library has attributes that are compared: not the handle of a thread or process."""
+    kind = type(value)
+    return bool(attributes(value)) and not kind.__module__.startswith(_HANDLES)
+
+
 @functools.lru_cache(maxsize=4096)
 def is_users_module(name: str) -> bool:
     """Return whether a module does not belong to torch, numpy, autopipe or the standard library."""
@@ -121,8 +137,10 @@ def is_users_module(name: str) -> bool:
 
 __all__ = [
     "MOST_ENTRIES",
+    "WRAPPERS",
     "behind",
     "functions_behind",
+    "has_attributes",
     "is_known",
     "is_users_module",
     "is_users_object",

@@ -50,6 +50,11 @@ class Ran:
         return bytecode.looked_up(self.code)
 
     @functools.cached_property
+    def stored(self) -> frozenset[str]:
+        """The names of the attributes that the function assigns."""
+        return bytecode.stored(self.code)
+
+    @functools.cached_property
     def imported(self) -> tuple[str, ...]:
         """The names of the modules that the function imports when it runs."""
         return bytecode.imported(self.code)

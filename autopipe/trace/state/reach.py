@@ -14,6 +14,7 @@ from autopipe.trace.state.kinds import is_users_module
 from autopipe.trace.state.observe import Ran, is_own_file, is_package
 from autopipe.trace.state.snapshot import Names
 
+_NAMESPACES = (types.ModuleType, type)
 _ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
 
@@ -27,6 +28,8 @@ def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
 def named(ran: Ran) -> Iterator[tuple[str, Any]]:
     """Yield what a function reaches by name: globals, also of modules that it names, its closure and its classes."""
     yield from ((module.__name__, Names(module, names)) for module, names in _modules_by_name(ran))
+    if ran.stored:
+        yield from ((owner.__name__, Names(owner, ran.stored)) for owner in _of_libraries(ran))
     if ran.looked_up & _ENVIRONMENT:
         yield "os.environ", vars(os.environ)["_data"]
     for name, content in ran.cells:
@@ -62,6 +65,8 @@ def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str
     """Yield the modules that a function reaches by name, with the names that it may look up in them."""
     names = ran.looked_up
     pending, seen = [sys.modules.get(module_name(ran)), *_imported(ran)], set()
+    if "modules" in names:  # sys.modules["name"]
+        pending += [sys.modules.get(text) for text in ran.code.co_consts if isinstance(text, str)]
     while pending:
         module = pending.pop()
         if module is None or id(module) in seen or not is_users_module(module.__name__):
@@ -71,11 +76,28 @@ def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str
         pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
 
 
+def _of_libraries(ran: Ran) -> Iterator[types.ModuleType | type]:
+    """Yield the modules and classes of torch, numpy and the standard library that a function names."""
+    names = ran.looked_up
+    pending: list[Any] = [value for name in names if isinstance(value := ran.globals.get(name), _NAMESPACES)]
+    pending += _imported(ran)
+    seen = set()
+    while pending:
+        owner = pending.pop()
+        name = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
+        if owner is None or id(owner) in seen or is_users_module(name):
+            continue
+        seen.add(id(owner))
+        yield owner
+        pending += [value for name in names if isinstance(value := vars(owner).get(name), _NAMESPACES)]
+
+
 def _imported(ran: Ran) -> Iterator[types.ModuleType | None]:
     """Yield the modules that a function imports while it runs."""
     for name in ran.imported:
         around, dot = str(ran.globals.get("__package__") or ""), "."
         yield sys.modules.get(name)
+        yield sys.modules.get(name.partition(".")[0])
         while dot:  # a relative import, of any level
             yield sys.modules.get(f"{around}.{name}".strip("."))
             around, dot, _ = around.rpartition(".")

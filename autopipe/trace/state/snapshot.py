@@ -6,9 +6,11 @@ a fingerprint of the value at each place, so that two snapshots show which place
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import gc
+import io
 import itertools
 import types
 from collections import deque
@@ -26,6 +28,7 @@ from autopipe.trace.state.fingerprints import (
     ITERATORS,
     LARGEST,
     PLAIN,
+    content_of,
     drawn,
     fingerprint,
     is_plain_key,
@@ -33,7 +36,9 @@ from autopipe.trace.state.fingerprints import (
 )
 from autopipe.trace.state.kinds import (
     MOST_ENTRIES,
+    WRAPPERS,
     behind,
+    has_attributes,
     is_known,
     is_users_module,
     is_users_object,
@@ -58,9 +63,9 @@ _FIELDS_OF_TORCH = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True)
 class Names:
-    """A root that represents some globals of a module that is too large to inspect completely."""
+    """A root that represents some globals of a module, or attributes of a class, too large to inspect completely."""
 
-    module: types.ModuleType
+    module: types.ModuleType | type
     names: frozenset[str]
 
 
@@ -71,6 +76,7 @@ class Snapshot:
     values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # fingerprints
     names: dict[Place, str] = field(default_factory=dict)  # readable paths
     owners: dict[int, Any] = field(default_factory=dict)  # by id; this also keeps them alive
+    inside: dict[int, Any] = field(default_factory=dict)  # id -> the iterator or suspended generator that draws from it
     functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)  # functions that were reached
     compared: bool = True  # whether there are fingerprints; without them the snapshot can only be restored
     _kept: list[tuple[Any, Any]] = field(default_factory=list)
@@ -81,6 +87,7 @@ class Snapshot:
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     _arrays: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # with their fingerprints
     _long: dict[int, Any] = field(default_factory=dict)  # the content of containers with more than MOST_ENTRIES
+    _streams: list[tuple[Any, Any]] = field(default_factory=list)  # streams in memory, with their state
     _bytes: int = 0  # of large arrays
     _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
@@ -193,6 +200,10 @@ class Snapshot:
             parameter.requires_grad_(trained)
         for array, before in self._arrays:
             fill(array, before)
+        for stream, state in self._streams:
+            if not stream.closed and stream.__getstate__() != state:
+                with contextlib.suppress(BufferError):  # a part of it is in use
+                    stream.__setstate__(state)
 
     # --- the walk -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +231,9 @@ class Snapshot:
             self.values[id(value), DRAWN] = ("==", drawn(value))
             self.names[id(value), DRAWN] = path
             if isinstance(value, types.GeneratorType):  # its variables, and the iterators of its loops
-                yield from ((f"a variable of {path}", inner) for inner in gc.get_referents(value))
+                inner = gc.get_referents(value)
+                self.inside.update((id(one), value) for one in inner)
+                yield from ((f"a variable of {path}", one) for one in inner)
         elif isinstance(value, (*CONTAINERS, tuple)):
             yield from self._container(path, value)
         elif isinstance(value, types.FunctionType):
@@ -240,6 +253,10 @@ class Snapshot:
         else:
             if is_users_object(value):
                 yield from self._object(path, value)
+            else:
+                yield from self._of_a_library(path, value)
+            if isinstance(value, WRAPPERS):
+                self.inside.update((id(inner), value) for inner in behind(value))
             yield from ((path, inner) for inner in behind(value))
 
     def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -312,6 +329,19 @@ class Snapshot:
         for name, entry in content.items():
             self._put(value, name, entry, f"{path}.{name}")
             yield f"{path}.{name}", entry
+
+    def _of_a_library(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Add the content of a stream, hash, lock or the like, and the attributes of a library's object."""
+        if (now := content_of(value)) is not None:
+            self.owners[id(value)] = value
+            self.values[id(value), DRAWN] = ("==", now)
+            self.names[id(value), DRAWN] = path
+            if type(value) in (io.BytesIO, io.StringIO):
+                self._streams.append((value, value.__getstate__()))
+        if has_attributes(value):
+            for below, entry in self._object(path, value):
+                if isinstance(entry, CONTAINERS):
+                    yield below, entry
 
     def _namespace(self, path: str, value: type | types.ModuleType) -> Iterator[tuple[str, Any]]:
         own_name, is_module = getattr(value, "__name__", ""), isinstance(value, types.ModuleType)

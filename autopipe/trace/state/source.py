@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.trace.state.observe import Ran
+from autopipe.trace.state.feeds import MUTATORS, Feeds, innermost
+from autopipe.trace.state.observe import Ran, is_own_file, is_package
 from autopipe.trace.state.snapshot import ANY, WHOLE, Snapshot
 from autopipe.trace.state.syntax import (
     MOST_OBJECTS,
@@ -29,23 +30,18 @@ from autopipe.trace.state.syntax import (
     is_model,
     item,
     links,
+    memory_of,
     module_of,
     walk,
 )
 
-_MUTATORS = {
-    *("append", "extend", "add", "update", "insert", "pop", "popleft", "appendleft", "remove", "discard", "clear"),
-    *("setdefault", "reverse", "sort", "rotate"),
-}
 _MODEL_CHANGES = {
     *("requires_grad_", "train", "eval", "half", "float", "double", "bfloat16", "load_state_dict", "add_module"),
     *("register_module", "register_buffer", "register_parameter", "append", "insert", "extend", "apply"),
 }
-_TALKERS = frozenset(
-    ("print", "warn", "log", "debug", "info", "warning", "error", "write", "add_scalar", "set_postfix")
-)
-_TALKING = frozenset(("logging", "logger", "log", "wandb", "writer", "tqdm", "warnings", "LOGGER", "_logger"))
 _DEEPEST = 8
+_MOST_FUNCTIONS = 2000
+_NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
 
 Key = tuple[Any, Any]
 
@@ -181,12 +177,16 @@ class Reader:
                     arguments = [bases, *arguments]
                 yield function, dict(zip(names, arguments, strict=False))
 
-    def place_of(self, value: Any) -> str:
-        """Return the first line that references an object, or ""."""
-        for node, _ in chains(self.tree) if self.tree is not None else ():
+    def uses(self, value: Any) -> Iterator[Access]:
+        """Yield every reference to a generator, iterator or stream, with the state that its values only go into."""
+        for node, above in chains(self.tree) if self.tree is not None else ():
             if any(linked is value for link in links(node) for linked in self.objects(link)):
-                return self._where(node)
-        return ""
+                feeds = Feeds(self, value).of(innermost(above), above)
+                yield Access("read", frozenset(), self._where(node), None, feeds)
+
+    def is_local(self, name: str) -> bool:
+        """Return whether a name is a local variable that no inner function uses."""
+        return name in self.ran.code.co_varnames and name not in self._globals
 
     def places(self, node: ast.AST) -> dict[Key, Any]:
         """Return the places that an attribute, an entry or a global name refers to, each with its owner."""
@@ -194,7 +194,7 @@ class Reader:
             return {(owner_key(o), node.attr): o for o in map(holder_of(node.attr), self.objects(node.value))}
         if isinstance(node, ast.Subscript):
             key = node.slice.value if isinstance(node.slice, ast.Constant) else ANY
-            return {(owner_key(o), key): o for o in self.objects(node.value) if has_items(o)}
+            return {(owner_key(o), key): o for o in map(memory_of, self.objects(node.value)) if has_items(o)}
         if isinstance(node, ast.Name):
             if node.id in self._cells and node.id not in self.ran.names.keys() - set(self.ran.code.co_freevars):
                 return {(id(self._cells[node.id]), ""): self._cells[node.id]}
@@ -209,7 +209,7 @@ class Reader:
 
     def _access(self, node: ast.expr, above: tuple[ast.AST, ...]) -> Iterator[Access]:
         chain = links(node)
-        statement = next((a for a in reversed(above) if isinstance(a, ast.stmt)), None)
+        statement = innermost(above)
         if statement is None:
             return
         where = self._where(node)
@@ -232,14 +232,14 @@ class Reader:
             containers = [base for base in bases if has_items(base)]
             if node.attr in _MODEL_CHANGES and any(is_model(base) for base in bases):
                 yield Access("write", frozenset(), where, bases[0], None, repeated, f".{node.attr}()")
-            if node.attr in _MUTATORS and containers:
+            if node.attr in MUTATORS and containers:
                 content = {(id(base), ANY): base for base in containers}
                 kind = "write" if self._fills(above, content) else "update"
                 repeated = repeated and kind == "update"
                 yield Access(kind, frozenset(content), where, containers[0], None, repeated)
                 if isinstance(statement, ast.Expr) and statement.value is call:
                     chain = chain[2:]  # the statement does not read the container in another way
-        feeds = self._feeds(node, statement, above)
+        feeds = Feeds(self).of(statement, above)
         if feeds is not None and not feeds:
             return  # the value is only printed
         for index, link in enumerate(chain):
@@ -262,52 +262,53 @@ class Reader:
                     return True
         return False
 
-    def _feeds(self, node: ast.AST, statement: ast.stmt, above: tuple[ast.AST, ...]) -> frozenset[Key] | None:
-        """Return the state to which a read value is written; empty if it is only printed, None if used elsewhere."""
-        if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
-            return self._quiet_all([*statement.body, *statement.orelse])
-        return self._quiet(statement)
-
-    def _quiet(self, statement: ast.stmt) -> frozenset[Key] | None:
-        """Return the state that a statement writes if that is its only effect, or None."""
-        if isinstance(statement, (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal)):
-            return frozenset()
-        if isinstance(statement, (ast.Assign, ast.AugAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            places_of_targets = [self.places(target) for target in targets]
-            return (
-                frozenset(place for places in places_of_targets for place in places) if all(places_of_targets) else None
-            )
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            function = statement.value.func
-            first = links(function)[-1] if isinstance(function, (ast.Attribute, ast.Name)) else function
-            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-            if (isinstance(first, ast.Name) and first.id in _TALKING) or name in _TALKERS:
-                return frozenset()
-            if isinstance(function, ast.Attribute) and name in _MUTATORS:
-                bases = [base for base in self.objects(function.value) if has_items(base)]
-                return frozenset((id(base), ANY) for base in bases) if bases else None
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            return frozenset()
-        if isinstance(statement, ast.If):
-            return self._quiet_all([*statement.body, *statement.orelse])
-        if isinstance(statement, ast.Delete):
-            return frozenset(place for target in statement.targets for place in self.places(target))
-        return None
-
-    def _quiet_all(self, statements: list[ast.stmt]) -> frozenset[Key] | None:
-        written: set[Key] = set()
-        for statement in statements:
-            places = self._quiet(statement)
-            if places is None:
-                return None
-            written |= places
-        return frozenset(written)
-
     def _where(self, node: ast.AST) -> str:
         line = getattr(node, "lineno", 0)
         text = linecache.getline(self.filename, line).strip()
         return f"{self.filename}:{line}" + (f": {text}" if text else "")
 
 
-__all__ = ["ANY", "WHOLE", "Access", "Key", "Reader", "owner_key"]
+def readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:
+    """Yield a reader for each function, and for the functions in the user's own files that they call."""
+    pending, seen = list(ran.values()), set(ran)
+    while pending and len(seen) < _MOST_FUNCTIONS:
+        reader = Reader(pending.pop(0), snapshot)
+        yield reader
+        if is_package(reader.filename):
+            continue
+        for function, names in reader.called():
+            code = function.__code__
+            if code not in seen and is_own_file(code.co_filename):
+                seen.add(code)
+                snapshot.functions.setdefault(code, function)
+                pending.append(Ran(code, function.__globals__, names))
+
+
+def meets(access: Access, key: Key) -> bool:
+    """Return whether an access may be to a place."""
+    return any(
+        owner == key[0] and (name == key[1] or ANY in (name, key[1]) or (key[1] == WHOLE and name == ANY))
+        for owner, name in access.places
+    )
+
+
+def is_helper(reader: Reader) -> bool:
+    """Return whether a function belongs to a helper of an installed package: a progress bar reads its own counters."""
+    owners = reader.ran.names.get("self", [])
+    return is_package(reader.filename) and bool(owners) and not any(isinstance(owner, nn.Module) for owner in owners)
+
+
+def read_by_torch(key: Key) -> Access | None:
+    """Return the read of an attribute by the torch module that defines it (``p`` of a dropout), or None."""
+    owner, name = key
+    for base in owner.__mro__ if isinstance(owner, type) else ():
+        if base is nn.Module or not base.__module__.startswith("torch."):
+            continue
+        for method, function in vars(base).items():
+            code = getattr(function, "__code__", None)
+            if code is not None and method not in _NO_FORWARD and name in code.co_names:
+                return Access("read", frozenset({key}), f"{code.co_filename}:{code.co_firstlineno}")
+    return None
+
+
+__all__ = ["ANY", "WHOLE", "Access", "Key", "Reader", "is_helper", "meets", "owner_key", "read_by_torch", "readers"]

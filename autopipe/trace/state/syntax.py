@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ast
 import functools
 import inspect
@@ -146,7 +147,12 @@ def elements(value: Any) -> list[Any]:
 
 def has_items(value: Any) -> bool:
     """Return whether a value is a container that can be changed in place."""
-    return isinstance(value, (list, dict, set, deque, np.ndarray))
+    return isinstance(value, (list, dict, set, deque, np.ndarray, bytearray, array.array, memoryview))
+
+
+def memory_of(value: Any) -> Any:
+    """Return the object whose bytes a ``memoryview`` shows, or any other value itself."""
+    return value.obj if isinstance(value, memoryview) else value
 
 
 def is_model(value: Any) -> bool:

@@ -1,0 +1,106 @@
+# ruff: noqa: E501
+"""Model files that keep state in objects of libraries, on library modules, or change it in C; see ``state``.
+
+``DISCARDED``: what the forward draws or writes is thrown away, so that training is as in a plain loop.
+"""
+
+from __future__ import annotations
+
+from .state import loss, net
+
+LATER = "x = x * 2 if {} else x"
+
+
+def late(prepare: str, change: str, test: str, before: str = "") -> str:
+    """Return a model that doubles its input when a condition turns true at a later step."""
+    return before + net(prepare, f"{change}\n        {LATER.format(test)}")
+
+
+OBJECTS = {
+    "a number in a stream of bytes": (
+        late("self.f = io.BytesIO(); pickle.dump(0, self.f)",
+             "self.f.seek(0); k = pickle.load(self.f) + 1; self.f.seek(0); pickle.dump(k, self.f)", "k > 200",
+             "import io, pickle\n"),
+        "model.f", "pickle.load(self.f)"),
+    "the length of a stream of text": (
+        late("pass", "STORE.write('.')", "STORE.tell() > 200", "import io\nSTORE = io.StringIO()\n"),
+        "STORE", "STORE.tell() > 200"),
+    "the position in an open file": (
+        late("self.f = open(__file__ + '.log', 'w+')", "self.f.write('x')", "self.f.tell() > 200"),
+        "model.f", "self.f.tell() > 200"),
+    "the changes of a database": (
+        late("pass", "DB.execute('insert into t values (1)'); k = DB.execute('select count(*) from t').fetchone()[0]",
+             "k > 200", "import sqlite3\nDB = sqlite3.connect(':memory:', check_same_thread=False)\nDB.execute('create table t (k)')\n"),
+        "DB", "select count(*)"),
+    "a digest that goes on": (
+        late("self.m = hashlib.md5()", "self.m.update(b'a')", "self.m.digest()[:2] == b'00'", "import hashlib\n"),
+        "model.m", "self.m.digest()"),
+    "rows of a reader": (
+        late("self.rows = csv.reader(['1.0'] * 200 + ['2.0'] * 9)", "w = next(self.rows)[0]", "w == '2.0'", "import csv\n"),
+        "model.rows", "next(self.rows)"),
+    "matches of an expression": (
+        late("self.found = re.finditer('.', 'a' * 200 + 'b' * 9)", "w = next(self.found).group()", "w == 'b'", "import re\n"),
+        "model.found", "next(self.found)"),
+    "one of two copies of an iterator": (
+        late("self.it = itertools.tee(itertools.count())[0]", "pass", "next(self.it) > 200"), "model.it", "next(self.it)"),
+    "a product of iterators": (
+        late("self.it = itertools.product(range(9), range(99))", "pass", "next(self.it)[0] == 7"), "model.it", "next(self.it)"),
+    "entries of an array in their order": (
+        late("self.it = np.arange(999).flat", "pass", "next(self.it) > 200"), "model.it", "next(self.it)"),
+    "bits of a generator": (
+        late("self.bits = np.random.PCG64(0)", "pass", "self.bits.random_raw() % 97 == 0"), "model.bits", "self.bits.random_raw()"),
+    "arguments of an exception": (
+        late("self.e = ValueError()", "self.e.args = (*self.e.args, 1)", "len(self.e.args) > 200"), "model.e", "self.e.args"),
+    "bytes seen through a view": (
+        late("self.m = memoryview(bytearray(8))", "self.m[0] += 1", "self.m[0] > 200"), "model.m", "self.m[0] += 1"),
+    "an attribute of a logger": (late("logger.k = 0", "logger.k += 1", "logger.k > 200"), "logger.k", "logger.k += 1"),
+    "the level of a logger": (
+        late("logger.setLevel(10)", "logger.setLevel(logger.level + 1)", "logger.level > 200"), "logger.level", "logger.level"),
+    "an attribute of torch": (late("torch.own_k = 0", "torch.own_k += 1", "torch.own_k > 200"), "own_k", "torch.own_k += 1"),
+    "an attribute of the functions of torch": (
+        late("F.own_k = 0", "F.own_k += 1", "F.own_k > 200"), "own_k", "F.own_k += 1"),
+    "an attribute of a class of torch": (
+        late("nn.Linear.own_k = 0", "nn.Linear.own_k += 1", "nn.Linear.own_k > 200"), "own_k", "nn.Linear.own_k += 1"),
+    "an attribute of a module in C, by its name": (
+        late("math.own_k = 0", "setattr(math, 'own_k', math.own_k + 1)", "math.own_k > 200", "import math\n"),
+        "own_k", "setattr(math, 'own_k'"),
+    "a built-in name": (
+        late("import builtins; builtins.own_k = 0", "import builtins; builtins.own_k += 1", "own_k > 200"),
+        "own_k", "builtins.own_k += 1"),
+    "a heap": (
+        late("self.q = [5]", "heapq.heappush(self.q, len(self.q))", "self.q[-1] > 200", "import heapq\n"),
+        "model.q", "heapq.heappush(self.q"),
+    "the order of a dict": (
+        late("self.d = collections.OrderedDict.fromkeys(range(99))", "self.d.move_to_end(next(iter(self.d)))",
+             "next(iter(self.d)) == 98"),
+        "model.d", "self.d.move_to_end"),
+    "a generator that is drawn from under another name": (
+        net("self.coin = random.Random(0)", "coin = self.coin\n        flip = coin.random()\n        x = x * 0.5 if flip < 0.001 else x"),
+        "model.coin", "coin = self.coin"),
+    "an order that a generator shuffles": (
+        net("self.coin, self.order = random.Random(0), [1.0, 1.0]", "self.coin.shuffle(self.order)\n        x = x * self.order[0]"),
+        "model.coin", "self.coin.shuffle"),
+}  # fmt: skip
+
+DISCARDED = {
+    "a generator that is only advanced": net("self.coin = random.Random(0)", "self.coin.random()"),
+    "a draw of numpy that nothing reads": net("self.rng = np.random.default_rng(0)", "_ = self.rng.random()"),
+    "a draw that is kept, and that nothing reads": net("self.coin = random.Random(0)", "coin = self.coin\n        self.last = coin.choice('abc')"),
+    "a draw that decides what is printed": net("self.coin = random.Random(0)", "if self.coin.random() < 0.3: print(x.shape)"),
+    "an iterator that counts steps": net("self.steps = iter(range(9999))", "next(self.steps, None)"),
+    "a numbered iterator for the log": net(
+        "self.steps = enumerate([0] * 9999)", "step, _ = next(self.steps)\n        if step % 10 == 0: print(step)"
+    ),
+    "a progress bar that is switched off": "from tqdm import tqdm\n" + net(
+        "self.bar = iter(tqdm(range(9999), disable=True))", "next(self.bar)"
+    ),
+    "a progress bar": "import io\nfrom tqdm import tqdm\n" + net(
+        "self.bar = iter(tqdm([0] * 9999, file=io.StringIO()))", "next(self.bar)"
+    ),
+    "names from a count": net("self.names = itertools.count()", "self.name = f'call {next(self.names)}'"),
+    "a stream for the log": "import io\n" + net("self.f = io.StringIO()", "self.f.write('x'); print('x', file=self.f)"),
+    "a digest for the log": "import hashlib\n" + loss("DIGEST = hashlib.md5()", "DIGEST.update(b'x')", "0.0"),
+    "a round trip within the forward": "import io, pickle\n" + net(
+        "self.scales = {'w': 0.5}", "self.scales = pickle.loads(pickle.dumps(self.scales))\n        x = x * self.scales['w']"
+    ),
+}  # fmt: skip
