@@ -22,8 +22,6 @@ FOLDER = tempfile.mkdtemp(prefix="autopipe-tests-")
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
 os.environ["XDG_STATE_HOME"] = f"{FOLDER}/state"
-# tests rewrite model files within a second, and bytecode files are compared by seconds
-sys.dont_write_bytecode = True
 # as in ranks: with more threads, sums and products round differently
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the models are so small that a single rank would be the fastest plan; commands cut them into stages unless a test
@@ -32,7 +30,12 @@ os.environ["AUTOPIPE_REPLICAS"] = "never"
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all modules from garbage collection, which commands start whenever a model file has changed."""
+    """Exempt all modules from garbage collection, which commands start whenever a model file has changed.
+
+    Write no more bytecode: tests rewrite model files within a second, and bytecode files are compared by seconds. That
+    of the test modules themselves, with rewritten assertions, is written: it takes as long as importing torch.
+    """
+    sys.dont_write_bytecode = True
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # the first optimizer imports it
     gc.collect()
