@@ -219,11 +219,9 @@ def _at_rest(scene: Scene, outcome: Outcome) -> None:
 
 
 def _goes_on(scene: Scene, outcome: Outcome) -> None:
-    number = len(scene.started)
     resume = ["--resume"] if checkpoints.steps(scene.run / "checkpoints") else []
-    process = scene.start(*resume, faulty=False)
-    process.wait(LONGEST_SECONDS)
-    outcome.judge("goes on", process.returncode == 0, scene.printed(number)[1][-900:])
+    code, text = scene.complete(*resume)
+    outcome.judge("goes on", code == 0, text[-900:])
 
 
 def _equal(scene: Scene, outcome: Outcome, undisturbed: dict[str, torch.Tensor]) -> None:
@@ -241,7 +239,6 @@ def prepared(folder: Path, ranks: int, schedule: str, base: Any = None) -> Path:
     empty = base or folder.with_name("nothing")
     (empty / ".autopipe").mkdir(parents=True, exist_ok=True)
     scene = Scene(folder, case, empty)
-    process = scene.start(faulty=False)
-    code = process.wait(LONGEST_SECONDS)
-    assert code == 0, scene.printed(0)
+    code, text = scene.complete()
+    assert code == 0, text
     return folder

@@ -16,7 +16,7 @@ import psutil
 
 from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
 from support.waiting import short_pause, under_load
-from support.warm.programs import AUTOPIPE
+from support.warm.programs import AUTOPIPE, run_warm
 
 MARKER = "AUTOPIPE_CHAOS"
 LONGEST_SECONDS = 300.0
@@ -82,6 +82,16 @@ class Scene:
             )
         self.started.append(process)
         return process
+
+    def complete(self, *more: str) -> tuple[int, str]:
+        """Train to the end, without a fault and without waiting for data; return the exit code and stderr."""
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: self.marker, "AUTOPIPE_CHAOS_PAUSE": "0"}
+        if self.hosts is None:
+            program, *words = self.training(*more)
+            done = run_warm(program, *words, cwd=self.folder, env=variables, timeout=LONGEST_SECONDS)
+            return done.returncode, done.stderr
+        process = self.start(*more, faulty=False)
+        return process.wait(LONGEST_SECONDS), self.printed(len(self.started) - 1)[1]
 
     def printed(self, number: int) -> tuple[dict[str, Any], str]:
         """Return the JSON document of a command, {} if it has not printed one, and its stderr."""

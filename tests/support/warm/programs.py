@@ -18,6 +18,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ MODULES = (
     *("torch", "torch._dynamo", "safetensors.torch"),
     *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
 )
+_ONE_AT_A_TIME = threading.Lock()  # `make chaos` asks from several threads
 
 
 def run_warm(
@@ -46,13 +48,15 @@ def run_warm(
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         request = {"command": command, "folder": str(cwd), "environment": dict(os.environ if env is None else env)}
         request["probe"] = reading.command() if program == AUTOPIPE else []
-        _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
-        pid = _read(server, 60)
-        code = _read(server, timeout)
+        with _ONE_AT_A_TIME:
+            _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
+            pid = _read(server, 60)
+            code = _read(server, timeout)
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, 9)
+                _read(server, 60)
         if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, 9)
-            _read(server, 60)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
         return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
