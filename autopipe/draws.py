@@ -175,7 +175,7 @@ class _WithoutCudnn:
             self._open += 1
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Close a call."""
+        """End a call of a module. After the last one, cuDNN is as it was before the first."""
         if not module.__dict__.pop("_autopipe_opened", False):
             return
         with self._lock:

@@ -90,7 +90,7 @@ def _format(settings: ExportSettings) -> str:
     if suffix not in by_name:
         raise RunError(
             f"the suffix of {settings.output}, {suffix}, is not that of a format",
-            remedy="use the suffix .safetensors or .pt, name a folder, or give --format",
+            remedy="use the suffix .safetensors or .pt, export to a folder, or give --format",
         )
     return by_name[suffix]
 
@@ -101,16 +101,19 @@ def _refuse_taken(output: Path, kind: str) -> None:
         if output.is_dir():
             raise RunError(
                 f"{output} is a folder, and the format {kind} is a file",
-                remedy="name a file, or use --format hf or dcp",
+                remedy="export to a file (-o), or use --format hf or dcp",
             )
         return
     if output.is_dir():
         if any(not _EXPORTED.fullmatch(path.name) for path in output.iterdir()):
-            raise RunError(f"{output} is a folder that contains files other than an export", remedy="name a new folder")
+            raise RunError(
+                f"{output} is a folder that contains files other than an export",
+                remedy="export to another folder (-o), or empty this one",
+            )
     elif output.exists():
         raise RunError(
             f"{output} is a file, and the format {kind} is a folder",
-            remedy="name a folder, or use --format safetensors or pt",
+            remedy="export to a folder (-o), or use --format safetensors or pt",
         )
 
 

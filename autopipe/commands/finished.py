@@ -104,7 +104,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
             raise RunError(
                 "the stage files of this run were not written by you on this machine, or have changed since",
                 where=str(run.stages),
-                remedy="name the model, so that they are written again: "
+                remedy="give the model, and they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
             )
         listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
@@ -149,7 +149,7 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
             f"{workload.name} is not the model of this run: its digest is {captured.graph.digest}, and that of the "
             f"run's model is {graph.digest}",
             where=str(run.path),
-            remedy="name the model file as it was when the run was made, with its --arg",
+            remedy="give --target the model file as it was when the run started, and the same --arg",
         )
     captured = dataclasses.replace(captured, graph=dataclasses.replace(now, after_step=graph.after_step))
     captured = described_as(graph, captured)

@@ -293,7 +293,7 @@ class _Again(ExtensionFileLoader):
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: the module has run."""
+        """Do nothing: an earlier import has executed the module."""
 
 
 _MISSING = object()

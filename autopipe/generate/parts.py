@@ -18,7 +18,7 @@ class Captured(Protocol):
 
     @property
     def graph(self) -> Graph:
-        """The calls as data."""
+        """The calls, in the form that is planned and stored."""
 
     @property
     def module(self) -> fx.GraphModule:
@@ -46,7 +46,7 @@ class CapturedDivisor(Protocol):
 
     @property
     def graph(self) -> Graph:
-        """The calls as data."""
+        """The calls, in the form that is planned and stored."""
 
     @property
     def module(self) -> fx.GraphModule:
@@ -66,7 +66,7 @@ class CapturedDivisor(Protocol):
 
     @property
     def text(self) -> str:
-        """A readable description."""
+        """A description of the divisor in words."""
 
 
 @dataclass(frozen=True, slots=True)

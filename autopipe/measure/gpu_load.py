@@ -23,7 +23,7 @@ UNKNOWN_CACHE_BYTES = 128 * 2**20
 
 
 class GpuLoad:
-    """Work for one GPU, which computes nothing that is used."""
+    """Keeps one GPU busy with matrix products and writes. Nothing reads their results."""
 
     def __init__(self, device: torch.device) -> None:
         cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or UNKNOWN_CACHE_BYTES

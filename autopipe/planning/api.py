@@ -188,7 +188,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
         raise PlanError(
             f"a search for {options.num_stages} stages evaluates {pairs:.3g} pairs of cuts, more than "
             f"{options.most_pairs:.3g}",
-            remedy="request the schedule and the replicas",
+            remedy="request one schedule (--schedule): its search has no such limit",
         )
     problems = [Problem(profile, cluster, options, cuts, m) for m in counts]
     check_units(problems[0])

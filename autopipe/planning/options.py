@@ -58,11 +58,16 @@ class PlanOptions:
                 "several stages per rank and different numbers of replicas exclude each other",
                 remedy="use stages_per_rank 1, or the same number of replicas for every stage (replicas)",
             )
-        if self.replicas > 1 and (self.may_replicate or self.stage_ranks or self.num_ranks % self.replicas):
+        if self.num_ranks % self.replicas:
             raise PlanError(
-                f"{self.replicas} replicas of every stage do not divide {self.num_ranks} ranks, or the options let "
-                "stages differ in their replicas, or give the rank of each stage",
-                remedy=f"use a multiple of {self.replicas} ranks, without may_replicate and stage_ranks",
+                f"{self.replicas} replicas of every stage cannot have equal shares of {self.num_ranks} ranks",
+                remedy=f"use a multiple of {self.replicas} ranks",
+            )
+        other = "may_replicate" if self.may_replicate else "stage_ranks" if self.stage_ranks else ""
+        if self.replicas > 1 and other:
+            raise PlanError(
+                f"replicas is {self.replicas}, which excludes {other}",
+                remedy=f"use replicas without {other}, or {other} with replicas 1",
             )
         if self.kind is None and self.schedule not in REGISTRY:
             raise PlanError(unknown_choice("schedule", self.schedule, REGISTRY))

@@ -118,7 +118,7 @@ def _refused(index: int, error: BaseException) -> RunError:
 
 
 def forward_of(code: type[Stage]) -> Callable[..., Any]:
-    """Return the forward of a stage file for the compiler, with the same line numbers."""
+    """Return the ``forward`` of a stage as torch.compile gets it. It has the line numbers of the stage file."""
     original = code.forward
     path = Path(original.__code__.co_filename)
     tree = _Outside(original.__globals__).visit(ast.parse(path.read_text(encoding="utf-8")))

@@ -91,7 +91,8 @@ def _in_order_of_sends(schedule: Schedule, rank: int, arrivals: Arrivals) -> Pos
             while wanted not in posted:
                 due = arrivals.get((sender, rank))
                 if not due or due[0] not in receives:
-                    raise ScheduleError(f"rank {rank} runs {i}, and rank {sender} does not send it in its turn")
+                    cause = "sends a message before it that is never received" if due else "never sends it"
+                    raise ScheduleError(f"rank {rank} waits for {i}, but rank {sender} {cause}")
                 message = due.popleft()
                 posted.add(message)
                 points.setdefault(point, []).append(receives[message])

@@ -16,7 +16,7 @@ Source: arXiv:2006.09503, section 3.1 (which requires m >= p; m at least the war
 
 from __future__ import annotations
 
-from autopipe.errors import ScheduleError
+from autopipe.errors import ScheduleError, counted
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import DEPTH, ScheduleKind, check_one_stage_a_rank, line
 from autopipe.schedules.rows import unflushed, warmups
@@ -29,9 +29,9 @@ def two_bw(request: ScheduleSpec) -> Schedule:
     ahead = warmup[0] * len(request.stage_ranks[0])  # the most of all stages
     if request.num_microbatches < ahead:
         raise ScheduleError(
-            f"2bw keeps two weight versions, so at most one minibatch may be sent ahead: stage 0 sends {ahead} "
-            f"microbatches ahead, and a minibatch has {request.num_microbatches}",
-            remedy=f"split the minibatch into at least {ahead} microbatches, or choose pipedream",
+            f"2bw keeps two weight versions, so the warm-up may not exceed one minibatch: the warm-up of stage 0 is "
+            f"{counted(ahead, 'microbatch')}, and a minibatch has {counted(request.num_microbatches, 'microbatch')}",
+            remedy=f"--num-microbatches {ahead} or more, or --schedule pipedream",
         )
     return unflushed(KIND.name, request, warmup, [1] * request.num_stages, [count + 1 for count in warmup])
 

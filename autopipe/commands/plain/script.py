@@ -27,7 +27,7 @@ class DivisorText:
 
 @dataclass(frozen=True, slots=True)
 class PlainLoop:
-    """The parts of the loop."""
+    """The source text of each part of the training loop, and its settings."""
 
     title: str  # one sentence
     modules: Mapping[str, str]  # variable -> the user's file or module

@@ -43,7 +43,7 @@ def may_begin(beats: Heartbeats, rank: int, step: int, end: int, pause: Callable
 
 @dataclass(slots=True)
 class Agreement:
-    """The supervisor's side."""
+    """The supervisor's side of the agreement on the minibatch before which all ranks stop."""
 
     tell: Callable[[int, bool], None]  # sends all ranks the minibatch to stop before, and whether it is agreed
     proposed: int = -1

@@ -27,7 +27,10 @@ def resolve(host: str) -> tuple[int, str]:
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise RunError(f"the host name {host!r} cannot be resolved: {error}", remedy="check the name") from None
+        raise RunError(
+            f"the host name {host!r} cannot be resolved: {error}",
+            remedy="correct the name, or give the address of the host",
+        ) from None
     family, _, _, _, sockaddr = entries[0]
     return family, str(sockaddr[0])
 

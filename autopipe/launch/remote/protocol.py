@@ -380,12 +380,15 @@ _BEAT |= {"bound": _INT, "stop": _INT}
 
 
 def in_wall_time(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event with its spans in this host's wall time in place of its monotonic time."""
+    """Return an event whose spans, if it has some, are in wall time. A rank reports them in monotonic time."""
     return _shifted(event, time.time() - time.monotonic()) if event["kind"] == "spans" else dict(event)
 
 
 def corrected(event: Mapping[str, Any], offset_ns: int) -> dict[str, Any]:
-    """Return an event of another host in this host's wall time. ``offset_ns``: that host's clock minus this one's."""
+    """Return an event of another host with its times on this host's clock.
+
+    ``offset_ns``: the other host's clock minus this host's, in nanoseconds.
+    """
     result = _shifted(event, -offset_ns / 1e9) if offset_ns else dict(event)
     if "time_ns" in result:
         result["time_ns"] -= offset_ns

@@ -130,7 +130,10 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
 
 @compiled
 def replicas_for_time(t: float, k: float, T: float) -> float:
-    """Return a lower bound of r by time: t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k). Infinity: no r suffices."""
+    """Return a lower bound of r, the number of replicas of a stage, by time. Infinity: no number suffices.
+
+    t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k).
+    """
     if t <= T:
         return 1.0
     if k >= T:
@@ -140,7 +143,10 @@ def replicas_for_time(t: float, k: float, T: float) -> float:
 
 @compiled
 def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
-    """Return a lower bound of r by memory: ``each`` bytes per microbatch in flight, ``free`` bytes for all of them."""
+    """Return a lower bound of r, the number of replicas of a stage, by memory. Infinity: no number suffices.
+
+    ``each``: the bytes of one microbatch in flight. ``free``: the bytes available for all of them on a rank.
+    """
     if free < 0:
         return math.inf
     if each <= 0 or free >= each * 1e9:
@@ -168,7 +174,7 @@ def least_count(
     t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
     block_more: float, block_state: float, crossing: float,
 ) -> float:  # fmt: skip
-    """Return a lower bound of r, or infinity if it exceeds ``most``.
+    """Return a lower bound of r, the number of replicas of a stage, or infinity if it exceeds ``most``.
 
     ``more`` and ``block_more``: the seconds of a recompute of the stage and by block. A stage that fits uses one of
     three modes. For each, time and memory give a least r in closed form, and the bound is the least of them. If weight
@@ -199,7 +205,10 @@ def least_count(
 
 @compiled
 def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
-    """Return the least r <= most with tau <= T, or most + 1. For equal devices and links."""
+    """Return the fewest replicas, at most ``most``, with which a stage takes tau <= T; ``most`` + 1 if none suffices.
+
+    All devices and links must be equal.
+    """
     t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
     more = tables[FORWARD][i, j] / place[SPEED, 0, 0]
     least = least_count(

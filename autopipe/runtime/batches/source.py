@@ -27,7 +27,7 @@ OTHER_DATA = "other-data"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where data continues."""
+    """The place in the data at which the next minibatch is read."""
 
     epoch: int = 0
     # how many minibatches of the epoch were used

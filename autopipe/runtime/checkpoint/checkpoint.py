@@ -53,7 +53,9 @@ class Checkpoint:
         for stage in self.manifest.files:
             if not _FILE.fullmatch(stage.file):
                 raise ArtifactError(
-                    f"{stage.file!r} is not the name of a stage's file", where=str(directory / "manifest.json")
+                    f"manifest.json is damaged: {stage.file!r} is not the name of a stage's file",
+                    where=str(directory / "manifest.json"),
+                    remedy=_REMEDY,
                 )
             for name in stage.tensors:
                 self._slices.setdefault(name, {})[stage.file] = stage.slices.get(name)
@@ -74,7 +76,11 @@ class Checkpoint:
             with _opened(self._verify(stage.file)) as file:
                 lacking = sorted(set(stage.tensors) - set(sparse.names_in(file.keys())))
                 if lacking:
-                    raise ArtifactError(f"{stage.file} lacks {lacking[0]!r}", where=str(self.directory / stage.file))
+                    raise ArtifactError(
+                        f"{stage.file} lacks tensor {lacking[0]!r}, which manifest.json lists",
+                        where=str(self.directory / stage.file),
+                        remedy=_REMEDY,
+                    )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, by name."""
@@ -180,4 +186,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, ValueError) as error:
-        raise ArtifactError(f"{path.name} is damaged: {error}", where=str(path)) from error
+        raise ArtifactError(f"{path.name} is damaged: {error}", where=str(path), remedy=_REMEDY) from error

@@ -26,7 +26,11 @@ class Stored:
         try:
             metadata: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:
-            raise ArtifactError(f".metadata cannot be read: {type(error).__name__}: {error}", where=str(path)) from None
+            raise ArtifactError(
+                f".metadata cannot be read: {type(error).__name__}: {error}",
+                where=str(path),
+                remedy="copy or download the weights again",
+            ) from None
         self._dtypes = {name: entry.properties.dtype for name, entry in metadata.items() if hasattr(entry, "size")}
         self.shapes = {name: tuple(metadata[name].size) for name in self._dtypes}
 
@@ -37,7 +41,11 @@ class Stored:
             with _alone():
                 load(tensors, checkpoint_id=self._path, no_dist=True)
         except Exception as error:
-            raise ArtifactError(f"the checkpoint is damaged: {error}", where=str(self._path)) from None
+            raise ArtifactError(
+                f"the checkpoint is damaged: {error}",
+                where=str(self._path),
+                remedy="copy or download the weights again",
+            ) from None
         return tensors
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autopipe.errors import ArtifactError, RunError
+from autopipe.errors import ArtifactError, RunError, disk_is_full
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState, TensorSlice
@@ -105,7 +105,9 @@ def write_part(temporary: Path, part: Part, writers: Sequence[int]) -> None:
         raise ArtifactError(
             f"the checkpoint of stage {part.stage} cannot be written: {error.strerror or error}",
             where=str(path),
-            remedy="make room on the disk; --keep-checkpoints says how many stay",
+            remedy="free space on that disk; --keep-checkpoints limits the number of checkpoints"
+            if disk_is_full(error, path.parent)
+            else "make its folder writable, or give another --run-dir",
         ) from error
     file = StageFile(name, sha256, size, part.snapshot.names, part.training, part.ties, part.slices)
     artifact.save(WrittenPart(file, part.checksums), descriptions(temporary, writers)[part.stage, part.writer])

@@ -42,7 +42,7 @@ class Snapshot:
 
     @property
     def refusal(self) -> str:
-        """Why the buffer is not in page-locked memory although that was requested; ""."""
+        """Why the buffer is not in page-locked memory although that was requested; "" if there is no reason."""
         return self._buffer.refusal
 
     @staticmethod

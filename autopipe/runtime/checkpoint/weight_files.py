@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from autopipe.ir.graph import Graph
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
+_REMEDY = "copy or download the weights again"
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 
@@ -52,7 +54,9 @@ class _Safetensors:
                 present = set(file.keys())
                 for name in (name for name, place in files.items() if place == path):
                     if name not in present:
-                        raise ArtifactError(f"{path.name} lacks {name!r}, which the index lists", where=str(path))
+                        raise ArtifactError(
+                            f"{path.name} lacks tensor {name!r}, which {INDEX} lists", where=str(path), remedy=_REMEDY
+                        )
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     @staticmethod
@@ -67,13 +71,14 @@ class _Safetensors:
             files = {str(name): str(file) for name, file in named}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArtifactError(
-                f"{index.name} is not a valid index: {type(error).__name__}: {error}", where=str(index)
+                f"{index.name} is not a valid index: {type(error).__name__}: {error}", where=str(index), remedy=_REMEDY
             ) from None
         for file in files.values():
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ArtifactError(
                     f"{index.name} names {file!r}, which is not a .safetensors file in the same folder",
                     where=str(index),
+                    remedy=_REMEDY,
                 )
         return _Safetensors({name: index.parent / file for name, file in files.items()})
 
@@ -91,7 +96,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path.name} cannot be read as safetensors: {error}", where=str(path)) from None
+        raise ArtifactError(
+            f"{path.name} cannot be read as safetensors: {error}", where=str(path), remedy=_REMEDY
+        ) from None
 
 
 class _StateDict:
@@ -105,7 +112,11 @@ class _StateDict:
                 break
             content = inner[0]
         if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
-            raise ArtifactError(f"{path.name} is not a state_dict: it has no named tensors", where=str(path))
+            raise ArtifactError(
+                f"{path.name} is not a state_dict: it has no named tensors",
+                where=str(path),
+                remedy="save the weights with torch.save(model.state_dict(), PATH)",
+            )
         self._tensors = {str(n): value for n, value in content.items() if isinstance(value, torch.Tensor)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -121,12 +132,24 @@ def _load(path: Path) -> Any:
         except RuntimeError:  # written before torch 1.6: not a zip file, so it cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ArtifactError(
-            f"{path.name} cannot be read as tensors only: {first}",
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ArtifactError:
+    """Return the error for a file that torch refuses. Its own text advises to run the code in the file."""
+    what, text = f"{path.name} cannot be read as tensors only", str(error)
+    if refused := re.search(r"GLOBAL (\S+)", text):
+        return ArtifactError(
+            f"{what}: it contains {refused[1]}",
             where=str(path),
-            remedy="convert it to safetensors where it was written; code in a file is never run here",
-        ) from None
+            remedy="save its state_dict as safetensors where it was written; code in a file is never run here",
+        )
+    reason = text.rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:200]
+    return ArtifactError(
+        f"{what}: it is damaged, or torch.save did not write it ({type(error).__name__}: {reason})",
+        where=str(path),
+        remedy=_REMEDY,
+    )
 
 
 class _OfCheckpoint:

@@ -147,7 +147,7 @@ def _compare(first: _Side, second: _Side) -> None:
         raise RunError(
             f"a run could not resume from its own checkpoint: {error.path} {error.why}",
             where=error.path,
-            remedy="let the hook build it, or keep only numbers, tensors, lists and dicts in it",
+            remedy="create it in the optimizer or scheduler hook, or use only numbers, tensors, lists and dicts",
         ) from None
     _refuse_unequal(ours, _described(second.training))
     state = draws.get_state()

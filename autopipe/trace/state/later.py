@@ -68,7 +68,7 @@ class Changing:
         return list(later_numbers(self.value, self.before, self.seen))
 
     def between(self, last: Any, first: Any) -> Any:
-        """Return the integer in the middle of two others, of the type of the value, or None if they are adjacent."""
+        """Return the integer midway between two others, in the type of the value; None if they are adjacent."""
         middle = (int(last) + int(first)) // 2
         return None if middle in (int(last), int(first)) else next(cast(self.value, [middle]), None)
 

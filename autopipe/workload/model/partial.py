@@ -55,7 +55,10 @@ class PartialBuild:
         self.draws = _Draws()
 
     def numbers_of(self, parameters: Sequence[Tensor]) -> frozenset[int]:
-        """Return the numbers of registered parameters. Raises: NotDivisibleError for one that was not registered."""
+        """Return the number of each parameter: its position in the order of registration, from 0.
+
+        Raises: NotDivisibleError for a parameter that was not registered.
+        """
         if any(parameter not in self._numbers for parameter in parameters):
             raise NotDivisibleError("a parameter of the model was not registered by register_parameter")
         return frozenset(self._numbers[parameter] for parameter in parameters)

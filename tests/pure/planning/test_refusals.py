@@ -198,11 +198,11 @@ def test_with_replicas_the_named_device_fits(ranks):
         ),
         (
             {"replicas": 3},
-            "3 replicas of every stage do not divide 2 ranks",
+            "3 replicas of every stage cannot have equal shares of 2 ranks",
         ),
         (
             {"replicas": 2, "may_replicate": True},
-            "or the options let stages differ in their replicas",
+            "replicas is 2, which excludes may_replicate",
         ),
         (
             {"stages_per_rank": 2, "may_replicate": True},

@@ -1,11 +1,12 @@
 """Receives are posted ahead of their turn, in the order of the sends, and only if their message is sent."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, RECEIVES, SENDS, Schedule, ScheduleSpec, StageEdges
+from autopipe.ir.schedule import COMPUTE, RECEIVES, SENDS, Op, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import lower, make
 from autopipe.schedules.kind import line
 from autopipe.schedules.posting import LOOKAHEAD, posts, turns
@@ -33,12 +34,17 @@ def test_the_posts_of_some_ranks_are_those_of_all_ranks() -> None:
     assert sum(map(len, everything[1].values())) == sum(i.op in RECEIVES for i in LOOPED.rows[1])
 
 
-def without_first_send(schedule: Schedule, rank: int) -> Schedule:
+def without_first(ops: Collection[Op], schedule: Schedule, rank: int) -> Schedule:
     row = list(schedule.rows[rank])
-    row.remove(next(i for i in row if i.op in SENDS))
+    row.remove(next(i for i in row if i.op in ops))
     return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
 
 
 def test_a_receive_without_its_send_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 1 runs .*, and rank 0 does not send it in its turn"):
-        posts(without_first_send(LOOPED, 0), (1,))
+    with pytest.raises(ScheduleError, match=r"rank 1 waits for .*, but rank 0 never sends it"):
+        posts(without_first(SENDS, LOOPED, 0), (1,))
+
+
+def test_a_send_without_its_receive_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 1 waits for .*, but rank 0 sends a message before it that is never"):
+        posts(without_first(RECEIVES, LOOPED, 1), (1,))

@@ -219,8 +219,8 @@ def test_with_different_staleness_only_replicas_wait_for_one_forward():
 def test_2bw_names_the_number_of_microbatches_that_it_needs():
     with pytest.raises(ScheduleError) as caught:
         make("2bw", line(4, 2))
-    assert "stage 0 sends 3 microbatches ahead, and a minibatch has 2" in caught.value.what
-    assert caught.value.remedy == "split the minibatch into at least 3 microbatches, or choose pipedream"
+    assert "the warm-up of stage 0 is 3 microbatches, and a minibatch has 2 microbatches" in caught.value.what
+    assert caught.value.remedy == "--num-microbatches 3 or more, or --schedule pipedream"
     make("2bw", line(4, 3))
 
 

@@ -127,7 +127,7 @@ def test_the_steps_of_intact_checkpoints_are_listed(tmp_path: Path) -> None:
 def test_a_manifest_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     edit_manifest(folder, lambda files: files[1]["tensors"].append("model.w7"))
-    with pytest.raises(ArtifactError, match=r"stage-1-of-2\.safetensors lacks 'model\.w7'"):
+    with pytest.raises(ArtifactError, match=r"stage-1-of-2\.safetensors lacks tensor 'model\.w7'"):
         Checkpoint(folder).verify()
 
 

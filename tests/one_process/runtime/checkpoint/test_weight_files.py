@@ -241,7 +241,10 @@ def test_no_file_can_run_code(trained: Pipeline, other: nn.Module, tmp_path: Pat
     trace = tmp_path / "it-ran"
     torch.save({**other.state_dict(), "words.weight": Bomb(trace)}, tmp_path / "x.pt")
     what, remedy = refused(trained, tmp_path / "x.pt", trust=True)
-    assert "x.pt cannot be read as tensors only" in what and "never run here" in remedy
+    assert "x.pt cannot be read as tensors only: it contains " in what and "never run here" in remedy
+    (tmp_path / "y.pt").write_bytes(b"not a file of torch")
+    what, remedy = refused(trained, tmp_path / "y.pt", trust=True)
+    assert "y.pt cannot be read as tensors only: it is damaged" in what and "again" in remedy
     (tmp_path / "weights").mkdir()
     path = distributed(other, tmp_path / "weights")
     torch.save(Bomb(trace), tmp_path / "bomb")
