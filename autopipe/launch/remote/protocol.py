@@ -385,10 +385,7 @@ def in_wall_time(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def corrected(event: Mapping[str, Any], offset_ns: int) -> dict[str, Any]:
-    """Return an event of another host with its times on this host's clock.
-
-    ``offset_ns``: the other host's clock minus this host's, in nanoseconds.
-    """
+    """Return an event with its times on this host's clock. ``offset_ns``: the other host's clock minus this one's."""
     result = _shifted(event, -offset_ns / 1e9) if offset_ns else dict(event)
     if "time_ns" in result:
         result["time_ns"] -= offset_ns

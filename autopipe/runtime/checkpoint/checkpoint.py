@@ -24,7 +24,7 @@ from autopipe.runtime.checkpoint.directory import directory_of, steps
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState, TensorSlice
 
 _FILE = re.compile(r"stage-\d+-of-\d+(\.part-\d+-of-\d+)?\.safetensors")
-_REMEDY = "resume from an earlier checkpoint (--resume STEP)"
+_REMEDY = "use an earlier checkpoint of the run (--resume STEP, --init-from DIRECTORY, export --step)"
 
 
 def intact(checkpoints: Path) -> list[int]:
