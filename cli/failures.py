@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError, disk_is_full
+from autopipe.errors import AutopipeError, RunError, ScheduleError, WorkerError, disk_is_full
 
 from .terminal import Terminal, tell
 
@@ -57,7 +57,9 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         _show(_environment(error), terminal)
         sys.exit(1)
     except Exception as error:
-        users = _of_the_users_code(error)
+        from autopipe.commands.users_errors import error_of_users_code  # loads torch, as the user's code has
+
+        users = error_of_users_code(error, Path(__file__).resolve().parent)
         if users is not None:
             _show(users, terminal)
             sys.exit(users.exit_code)
@@ -110,31 +112,6 @@ _REMEDIES = {
         "choose an existing, writable folder (--work-dir, --run-dir, TMPDIR)",
     ),
 }
-
-
-def _of_the_users_code(error: Exception) -> AutopipeError | None:
-    """Return the error for an exception that the user's code raised; None if it comes from autopipe.
-
-    An exception in a library that autopipe called comes from autopipe. The functions that load or run a model report
-    errors of the user's code themselves. This one is for code that is called later, such as a hook on a parameter.
-    """
-    out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    if out_of_memory or type(error).__name__ == "OutOfMemoryError":
-        return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    from autopipe.workload.target import targets  # loads torch, which the user's code has loaded already
-
-    own = Path(__file__).resolve().parent, Path(targets.__file__).resolve().parents[2]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if any(path.resolve().is_relative_to(folder) for folder in own):
-            return None  # a library that autopipe called
-        if not targets.is_installed(frame.filename):
-            return ModelFileError(
-                f"your code raised {type(error).__name__}: {error}",
-                where=f"{path}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}",
-                remedy="correct that line; --debug shows how it was reached",
-            )
-    return None
 
 
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:

@@ -72,6 +72,21 @@ launch_options: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+def fork_early(terminal: Terminal, *, for_gpus: bool = False) -> None:
+    """Fork the server of ranks, data readers and measurements, if this process has not run anything yet.
+
+    ``for_gpus``: the command starts processes only if it uses a GPU.
+    """
+    if not terminal.owns_process:
+        return
+    import torch
+
+    from autopipe.launch.rank.early_server import fork_early as fork
+
+    if torch.version.cuda is not None or not for_gpus:
+        fork()
+
+
 def _add(function: Function, decorators: Sequence[Callable[[Any], Any]]) -> Function:
     for decorator in reversed(decorators):
         function = decorator(function)

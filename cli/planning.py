@@ -10,7 +10,7 @@ import click
 from autopipe.commands import options as table
 from autopipe.pipeline import Pipeline
 
-from . import documents, options, types
+from . import documents, launching, options, types
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
         for name, value in (("--links", links or None), ("--device", given["device"])):
             if value is not None:
                 raise click.UsageError(f"{name} and --estimate exclude each other, because --estimate times nothing")
+    launching.fork_early(terminal, for_gpus=True)
     with terminal.progress() as progress:
         result = pipe.profile(estimate=estimate, on_progress=progress)
         kind = result.profile.device.kind
@@ -114,6 +115,7 @@ def plan_command(
         return
     if cost_model is not None:
         raise click.UsageError("--cost-model is for --from-pipedream")
+    launching.fork_early(terminal, for_gpus=True)
     with terminal.progress() as progress:
         result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
     _show(terminal, result)

@@ -30,14 +30,6 @@ named_again = (
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
-def _fork_early(terminal: Terminal) -> None:
-    """Fork the server of ranks and data readers from this process, if it has not run anything yet."""
-    if terminal.owns_process:
-        from autopipe.launch.rank.early_server import fork_early
-
-        fork_early()
-
-
 @click.command("check")
 @click.argument("target", required=False)
 @options.planning
@@ -63,7 +55,7 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """
     from autopipe.report import tables
 
-    _fork_early(terminal)
+    launching.fork_early(terminal)
     pipe = options.pipeline(target, given)
     wanted = {name: given[name] for name in ("steps", "full_batch", "clip_grad_norm", "compile")}
     with terminal.progress() as progress:
@@ -193,7 +185,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     from .live import watching
 
-    _fork_early(terminal)
+    launching.fork_early(terminal)
 
     with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
         result = runs.train(placed(led), events, rendezvous)
@@ -233,7 +225,7 @@ def eval_command(
     from autopipe.report import tables
 
     _refuse_without_target(given)
-    _fork_early(terminal)
+    launching.fork_early(terminal)
     pipe = Pipeline(work_dir=work_dir)
     result = pipe.evaluate(
         run, batch_size=batch_size, eval_data=eval_data, averaged=averaged, **options.of(table.EvaluateOptions, given)

@@ -1,24 +1,21 @@
-"""Load, capture and measure the model of a command. The stored profile is reused while it is up to date."""
+"""Load and capture the model of a command."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from autopipe.commands.checking.batch_sizes import taken
 from autopipe.commands.named import refuse_unnamed, remember
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
-from autopipe.errors import ModelFileError, RunError, TraceError, counted
-from autopipe.ir import artifact
-from autopipe.ir.graph import Graph
-from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
-from autopipe.measure import estimate, measure
-from autopipe.measure.device import find_device, release
+from autopipe.errors import ModelFileError, RunError, TraceError
+from autopipe.ir.profile import Profile
+from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
 from autopipe.trace.explain import depends_on_data
@@ -29,7 +26,7 @@ from autopipe.workload.cutting.hook import Minibatch
 from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
 from autopipe.workload.target.targets import user_line
 
-MICROBATCH_SIZES = (1, 2, 4, 8)
+T = TypeVar("T")
 _ENOUGH = 5  # samples, so that each half has at least two
 _TOO_LARGE = (
     "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
@@ -76,14 +73,13 @@ def load_model(
     kind = device_kind(settings, work)
 
     def captured_now() -> Capture:
-        captured = capture(
+        return capture(
             workload,
             model=built,
             allow_data_dependent=settings.allow_data_dependent,
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
         )
-        return described_on(kind, captured, workload)
 
     try:
         captured = captured_now()
@@ -112,16 +108,16 @@ def load_model(
         )
         captured = dataclasses.replace(captured, graph=known)
         if stored.device.kind == kind:
-            captured = described_as(stored.graph, captured)
-    return Model(workload, captured, built)
+            return Model(workload, described_as(stored.graph, captured), built)
+    return Model(workload, described_on(kind, captured, workload), built)
 
 
 def counted_if_too_large(
-    load: Callable[[ProfileSettings], Model], settings: ProfileSettings, work: Work
-) -> tuple[Model, ProfileSettings]:
+    load: Callable[[ProfileSettings], T], settings: ProfileSettings, work: Work
+) -> tuple[T, ProfileSettings]:
     """Load a model, without memory for its weights if they do not fit this machine. A note says so.
 
-    Returns the model and the settings with which it was loaded.
+    Returns what ``load`` returns, and the settings with which the model was loaded.
 
     Raises: TooLargeError if the settings request a measurement on a device; the errors of ``load``.
     """
@@ -231,110 +227,3 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     workload = Workload(spec)
     remember(spec, named)
     return workload
-
-
-def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
-    """Measure a captured model and write profile.json."""
-    if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
-        wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
-    else:
-        wanted = settings.microbatch_sizes or _usable(model, sizes, work)
-    if settings.estimate:
-        profile = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
-    else:
-        profile = measure(
-            model.capture,
-            model.workload,
-            device=settings.device or "auto",
-            microbatch_sizes=wanted,
-            threads=settings.threads or 1,
-            progress=work.progress,
-        )
-        release(torch.device(profile.device.kind))
-    # so that a plan can be made later without the model file
-    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
-    artifact.save(profile, work.store.profile)
-    return profile
-
-
-def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
-    """Return the sizes to measure: those that the model accepts in training, which may exclude one sample."""
-    least = min(sizes, default=1)
-    wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
-    if any(parameter.is_meta for parameter in model.built.parameters()):
-        return tuple(wanted)
-    usable, why = taken(model.workload, model.built, wanted)
-    if why:
-        work.notes.append(f"only microbatches of at least {counted(usable[0], 'sample')} are measured: {why}")
-    return usable
-
-
-def ensure_profile(
-    settings: ProfileSettings,
-    work: Work,
-    sizes: tuple[int, ...] = (),
-    accept: Callable[[Graph], None] | None = None,
-    minibatch: Minibatch | None = None,
-    *,
-    may_count: bool = False,
-) -> tuple[Model, Profile]:
-    """Return the model and its profile: the stored one if model, device and sizes are unchanged.
-
-    ``accept``: called with the captured graph before it is measured; raises to refuse it. ``minibatch``: see
-    ``load_model``. ``may_count``: a model that does not fit this machine is counted and not measured.
-    """
-    stored = work.load(Profile, work.store.profile)
-
-    def load(how: ProfileSettings) -> Model:
-        # a graph that equals the stored one was verified when that was captured
-        return load_model(how, work, verify=how.verify and stored is None, stored=stored, minibatch=minibatch)
-
-    if may_count:
-        model, settings = counted_if_too_large(load, settings, work)
-    else:
-        model = load(settings)
-    reason = "no profile found" if stored is None else _stale(stored, model, settings)
-    reused = stored is not None and not reason
-    if stored is not None and not reused and settings.verify:
-        model = load_model(settings, work, verify=True, minibatch=minibatch)
-    if accept is not None:
-        accept(model.capture.graph)
-    if stored is not None and reused:
-        work.notes.append(f"profile of {stored.graph.name} reused")
-        # a seed or a learning rate given to this command only is not stored
-        return model, dataclasses.replace(stored, workload=model.workload.spec)
-    profile = measure_model(model, settings, work, sizes)
-    work.notes.append(
-        f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {profile.graph.captured_by} ({reason})"
-    )
-    return model, profile
-
-
-def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
-    """Return why a stored profile is out of date, or ""."""
-    if stored.device.kind == COUNTED and not settings.estimate:
-        return "the stored profile was counted and not timed"
-    if stored.graph.digest != model.capture.graph.digest:
-        return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
-    if _costs_of(stored.workload) != _costs_of(model.workload.spec):
-        return "the options of the model changed"
-    wanted = settings.device
-    if wanted == "auto":
-        import torch
-
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted is not None and wanted.partition(":")[0] != stored.device.kind:
-        return f"the device changed ({stored.device.kind} -> {wanted})"
-    if settings.threads is not None and settings.threads != stored.device.threads:
-        return f"the threads of a rank changed ({stored.device.threads} -> {settings.threads})"
-    measured = {measurement.microbatch_size for measurement in stored.measurements}
-    missing = [size for size in settings.microbatch_sizes or () if size not in measured]
-    return f"microbatch size {missing[0]} was not measured" if missing else ""
-
-
-def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
-    """Return the part of a spec that determines the cost of the model.
-
-    Without seed and learning rate, which do not affect it, and ``batch_dims``, which changes the graph.
-    """
-    return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
-from autopipe.commands.models import counted_if_too_large, ensure_profile, keeps_decisions, load_model, measure_model
+from autopipe.commands.measuring import ensure_profile, measure_anew
+from autopipe.commands.models import counted_if_too_large, keeps_decisions, load_model
 from autopipe.commands.named import remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
@@ -78,12 +79,10 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     """Capture and measure the model, and write profile.json."""
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
-        model, settings = counted_if_too_large(
-            lambda how: load_model(how, work, verify=how.verify, minibatch=Minibatch()), settings, work
-        )
-        profile = measure_model(model, settings, work)
-        work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {model.capture.method}")
-        return ProfileResult(profile, str(work.store.profile), tuple(work.notes), model.capture.notes)
+        measured, _ = counted_if_too_large(lambda how: measure_anew(how, work, minibatch=Minibatch()), settings, work)
+        profile = measured.profile
+        work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {measured.method}")
+        return ProfileResult(profile, str(work.store.profile), tuple(work.notes), measured.warnings)
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:

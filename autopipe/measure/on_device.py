@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 
 from autopipe import sparse
 from autopipe.ir.graph import Graph, Node
@@ -76,7 +76,7 @@ def nodes_on(device: torch.device, capture: Captured, leaves: Mapping[str, Tenso
     graph, module = capture.graph, capture.module
     sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
     nodes = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with _without_device(), torch.no_grad():
         values: dict[str, Any] = {name: _placed(leaf, device) for name, leaf in leaves.items()}
         state, by_name = _Frozen(module, device), {node.name: node for node in module.graph.nodes}
         for node in graph.nodes:
@@ -91,6 +91,30 @@ def nodes_on(device: torch.device, capture: Captured, leaves: Mapping[str, Tenso
             nodes.append(_described(node, values.get(node.name)))
             _forget(graph, values, len(nodes) - 1)
     return tuple(nodes)
+
+
+class _NoDevice(fake_tensor.FakeTensorMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Fake tensors as on a host without a GPU, also where there is one."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """No constant of the user's code becomes a real tensor on the device."""
+        return True
+
+
+@contextlib.contextmanager
+def _without_device() -> Iterator[None]:
+    """Create fake tensors, without the CUDA context that some versions of torch create with the first one on a GPU.
+
+    The context would keep memory of a GPU on which ranks compute.
+    """
+    create_context = fake_tensor.init_gpu_context
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]  # a cached function
+    try:
+        with _NoDevice(allow_non_fake_inputs=True):
+            yield
+    finally:
+        fake_tensor.init_gpu_context = create_context
 
 
 class _Frozen(StateCopies):

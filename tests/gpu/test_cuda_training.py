@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,31 @@ def test_two_ranks_on_one_device_train_to_the_losses_of_one(tmp_path: Path) -> N
         plan = settings("gpt.py", tmp_path / str(gpus), gpus)
         losses.append(runs.train(TrainSettings(plan, steps=5), lambda kind, fields: None).losses)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+SCRIPT = """
+import sys
+import torch
+import autopipe
+
+if __name__ == "__main__":
+    pipe = autopipe.Pipeline(sys.argv[1], gpus=2, batch_size=16, num_microbatches=4, replicas="never", device="cuda")
+    assert pipe.check().max_relative_error < 1e-3
+    assert len(pipe.train(steps=2).losses) == 2
+    assert not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("sample", ["gpt.py", "unet.py"])
+def test_the_process_that_starts_ranks_never_initializes_cuda(sample: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(SAMPLES / sample)],
+        cwd=tmp_path,
+        env={**os.environ, "AUTOPIPE_SHARED_GPU": "host"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -6,16 +6,17 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from autopipe.commands.apart.child import Link
+from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
+from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
@@ -26,7 +27,6 @@ from autopipe.commands.training.repeating import Repeating, begin, explain
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
-from autopipe.measure.device import release
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.runtime.compiled import refuse_split_backward
@@ -72,55 +72,66 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             refuse_split_backward(prepared.plan)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
-        compared = _compare(
-            prepared,
-            settings.steps,
+        wanted = Wanted(
+            steps=settings.steps,
             clip_grad_norm=settings.clip_grad_norm,
             ema=settings.plan.ema or 0.0,
             compile=settings.compile,
+            full_batch="step" if settings.full_batch else "gradient",
         )
+        compared = _compare(prepared, wanted)
         result = compared.comparison
         if result is None:
             raise hidden or RunError(compared.note)
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *filter(None, [unproven, compared.note])))
         cause = hidden or (None if result.equal or result.nonfinite else unequal(result, prepared))
-        full = compared_with_the_whole(prepared, step=settings.full_batch)
-        return replace(_report(result, prepared, cause), full_batch=full)
+        return replace(_report(result, prepared, cause), full_batch=compared.full_batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The result of a comparison, or the reason why it was left out."""
+def _compare(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compared:
+    """Compare on the device on which it fits; see ``fitting``. On a GPU, in a process of its own.
 
-    # None: it does not fit into memory
-    comparison: Comparison | None
-    # why it ran on another device than that of the ranks, or was left out; else ""
-    note: str = ""
+    Raises: RunError if that process ends early; ``instead``: a further remedy for it.
+    """
+    if is_needed(prepared.profile.device.kind):
+        task, doing = ComparisonTask.of(prepared, wanted), "comparing with plain training"
+        return Compared.decode(run_apart(compare_for_command, task, _ignore, doing=doing, instead=instead))
+    return _compare_here(prepared, wanted)
 
 
-def _compare(prepared: Prepared, steps: int, **options: Any) -> Compared:
-    """Compare on the device on which it fits; see ``fitting``."""
-    place = place_of(prepared, need_of(prepared, steps))
+def compare_for_command(task: Any, link: Link) -> dict[str, Any]:
+    """Compare in the process that a command has started. ``task``: a ``ComparisonTask`` as JSON values."""
+    decoded = ComparisonTask.decode(task)
+    return _compare_here(decoded.prepared(), decoded.wanted).encode()
+
+
+def _ignore(kind: str, fields: dict[str, Any]) -> None:
+    """Ignore a message: a comparison sends none."""
+
+
+def _compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
+    place = place_of(prepared, need_of(prepared, wanted.steps))
     if not place.device:
         return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
     try:
-        compared = Compared(_compare_at(place, prepared, steps, **options), place.why)
+        compared = Compared(_compare_at(place, prepared, wanted), place.why)
     except Exception as error:
         reason = out_of_memory(error, place.device)
         if not reason:
             raise
-        compared = Compared(None, not_checked(reason, prepared))
-    # the ranks need it; behind the handler, because the error refers to the tensors of the run
-    release(torch.device(place.device))
+        return Compared(None, not_checked(reason, prepared))
+    if wanted.full_batch:
+        full = compared_with_the_whole(prepared, step=wanted.full_batch == "step")
+        compared = replace(compared, full_batch=full)
     return compared
 
 
-def _compare_at(place: Place, prepared: Prepared, steps: int, **options: Any) -> Comparison:
+def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty epoch raises
-    items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
+    items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), wanted.steps)]
     full = items[-1]
     samples = workload.num_samples(full)
     if samples > 1 and workload.cuts_by_dimension(full) and not _leaves_one(prepared, samples):
@@ -136,7 +147,10 @@ def _compare_at(place: Place, prepared: Prepared, steps: int, **options: Any) ->
         allow_data_dependent=prepared.allow_data_dependent,
         on_nonfinite="warn",
         draws=workload.models.draws,
-        **options,
+        clip_grad_norm=wanted.clip_grad_norm,
+        deferred_batch_norm=wanted.deferred_batch_norm,
+        ema=wanted.ema,
+        compile=wanted.compile,
     )
     try:
         result = _compared(prepared, job, items)
@@ -185,16 +199,21 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     Raises: RunError with the cause if they are not equal, or prove nothing.
     """
     marker = settings.plan.work_dir / "checked"
-    options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
-    options |= {"ema": settings.plan.ema or 0.0, "compile": bool(settings.compile)}
-    known = _mark(prepared, tuple(options.values()))
+    wanted = Wanted(
+        steps=_FIRST_STEPS,
+        clip_grad_norm=settings.clip_grad_norm or 0.0,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        ema=settings.plan.ema or 0.0,
+        compile=bool(settings.compile),
+    )
+    known = _mark(prepared, (wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
     events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
     hidden = hidden_cause(prepared)
     if hidden is not None:
         raise hidden
-    compared = _compare(prepared, _FIRST_STEPS, **options)
+    compared = _compare(prepared, wanted, instead="train without the comparison: --no-check")
     if compared.note:
         events("note", {"text": compared.note})
     result = compared.comparison

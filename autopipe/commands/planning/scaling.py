@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from autopipe.commands.locks import only_one
-from autopipe.commands.models import ensure_profile
+from autopipe.commands.measuring import ensure_profile
 from autopipe.commands.planning.choose import batch_of, cluster_of, search, with_averages
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.settings import PlanSettings, Progress

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.fake_gpu import allow_cuda, differences, finest_plan
 from support.samples import SAMPLES
+from torch._subclasses import fake_tensor
 
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.tensor import TensorSpec
@@ -90,3 +91,20 @@ def test_values_of_a_gpu_have_its_dtypes_and_their_memory_order(tmp_path: Path) 
 def test_an_order_that_is_not_one_of_the_dimensions_is_refused(order: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="is not a memory order of 2 dimensions"):
         TensorSpec(("s0", 4), "float32", order=order)
+
+
+def test_the_gpu_itself_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = MODEL.replace(
+        "return self.head(x).mean(1)", "return self.head(x).mean(1) * torch.tensor(2.0, device=x.device)"
+    )
+    (tmp_path / "model.py").write_text(text)
+    workload = load_workload(LoadOptions(str(tmp_path / "model.py")))
+    captured = capture(workload, verify=False)
+    allow_cuda()
+    used: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_tensor, "init_gpu_context", used.append)
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        described = described_on("cuda", captured, workload)
+        assert fake_tensor.init_gpu_context == used.append
+    assert described != captured and used == []

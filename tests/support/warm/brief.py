@@ -17,7 +17,7 @@ WINDOWS = 3
 def shorten(replace: Callable[[Any, str, Any], None]) -> None:
     """Replace the attributes that make commands wait. ``replace``: as ``setattr``."""
     replace(importlib.import_module("autopipe.commands.training.repeating"), "_APART_SECONDS", 0.0)
-    replace(importlib.import_module("autopipe.commands.models"), "measure", _measure)
+    replace(importlib.import_module("autopipe.commands.measuring"), "measure", _measure)
 
 
 def _measure(*args: Any, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.pipelines import captured, plan_for
-from support.stored_profiles import stored_profile
 
 from autopipe.cli.main import autopipe
-from autopipe.commands import models
 from autopipe.commands.checking import checking, fitting
 from autopipe.commands.checking.fitting import Need, Place, need_of, out_of_memory, place_of
-from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.errors import WorkerError
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 
@@ -97,36 +93,6 @@ def test_a_rank_that_was_out_of_memory_is_recognized_by_its_cause() -> None:
     used = out_of_memory(error, "cpu")
     assert used.startswith("out of memory after ") and psutil.Process().memory_info().rss > 0
     assert out_of_memory(ValueError("another error"), "cpu") == ""
-
-
-def test_the_memory_of_a_check_that_is_out_of_memory_is_free_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, alive = [], []
-
-    def exhausted(*args: object, **options: object) -> None:
-        tensor = torch.ones(4)
-        tensors.append(weakref.ref(tensor))
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(checking, "need_of", lambda *_: None)
-    monkeypatch.setattr(checking, "place_of", lambda *_: Place("cuda", 1))
-    monkeypatch.setattr(checking, "_compare_at", exhausted)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(tensors[0]() is not None))
-    target = SimpleNamespace(plan=SimpleNamespace(workload=SimpleNamespace(target="net.py")))
-    assert "out of memory after" in checking._compare(target, 1).note  # type: ignore[arg-type]
-    assert alive == [False]
-
-
-def test_the_memory_of_measuring_is_free_for_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    freed, stored = [], stored_profile()
-    monkeypatch.setattr(models, "measure", lambda *_, **options: stored)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
-    workload = SimpleNamespace(num_samples=lambda item: 4, example_item=lambda size: None)
-    subject = SimpleNamespace(capture=SimpleNamespace(graph=SimpleNamespace(symbols=())), workload=workload)
-    settings = ProfileSettings(ModelSettings("net.py"), device="cuda")
-    work = SimpleNamespace(progress=None, store=SimpleNamespace(profile=tmp_path / "profile.json"))
-    assert stored.device.kind == "cuda"
-    assert models.measure_model(subject, settings, work).batch_size == 4  # type: ignore[arg-type]
-    assert freed == [True]
 
 
 def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(tmp_path: Path) -> None:

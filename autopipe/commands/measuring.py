@@ -1,0 +1,274 @@
+"""Measure the model of a command. The stored profile is reused while it is up to date.
+
+A GPU is measured in a process of its own (``apart``), which captures the model and writes profile.json. The command
+then loads the model as it does with any stored profile: both never hold it in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopipe.commands.apart.child import Link
+from autopipe.commands.apart.process import is_needed, run_apart
+from autopipe.commands.checking.batch_sizes import taken
+from autopipe.commands.models import Model, counted_if_too_large, load_model
+from autopipe.commands.settings import ModelSettings, ProfileSettings
+from autopipe.commands.store import Work
+from autopipe.errors import ProfileError, RunError, counted
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
+from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
+from autopipe.measure import estimate, measure
+from autopipe.measure.device import find_device
+from autopipe.workload.cutting.hook import Minibatch
+
+MICROBATCH_SIZES = (1, 2, 4, 8)
+Accept = Callable[[Graph], None]
+"""Takes the captured graph before it is measured; raises to refuse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A new profile, which has been written, and what its capture said."""
+
+    profile: Profile
+    method: str  # of the capture
+    warnings: tuple[str, ...]  # about the model
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the process that measures a model needs to know: the arguments of ``measure_anew``."""
+
+    model: ModelSettings
+    work_dir: str
+    device: str | None
+    microbatch_sizes: tuple[int, ...] | None
+    threads: int | None
+    allow_data_dependent: bool
+    verify: bool
+    sizes: tuple[int, ...]
+    minibatch: Minibatch | None
+
+
+def measured_apart(settings: ProfileSettings) -> bool:
+    """Return whether the model is measured in a process of its own.
+
+    Raises: ProfileError if this machine does not have the device of the settings.
+    """
+    return not settings.estimate and is_needed(find_device(settings.device or "auto").type)
+
+
+def measure_anew(
+    settings: ProfileSettings,
+    work: Work,
+    sizes: tuple[int, ...] = (),
+    accept: Accept | None = None,
+    minibatch: Minibatch | None = None,
+) -> Measured:
+    """Capture, verify and measure the model, and write profile.json. ``minibatch``: see ``load_model``.
+
+    Raises: ProfileError if the process that measures ends early; the errors of ``load_model``, ``accept`` and
+    ``measure_model``.
+    """
+    if measured_apart(settings):
+        return _measured_in_another_process(settings, work, sizes, accept, minibatch)
+    return _measured_here(settings, work, sizes, accept, minibatch)
+
+
+def _measured_here(
+    settings: ProfileSettings, work: Work, sizes: tuple[int, ...], accept: Accept | None, minibatch: Minibatch | None
+) -> Measured:
+    if not settings.estimate:  # described for the device that is measured, whatever the stored profile was made for
+        settings = dataclasses.replace(settings, device=settings.device or "auto")
+    model = load_model(settings, work, verify=settings.verify, minibatch=minibatch)
+    if accept is not None:
+        accept(model.capture.graph)
+    profile = measure_model(model, settings, work, sizes)
+    return Measured(profile, model.capture.method, model.capture.notes)
+
+
+def _measured_in_another_process(
+    settings: ProfileSettings, work: Work, sizes: tuple[int, ...], accept: Accept | None, minibatch: Minibatch | None
+) -> Measured:
+    def handle(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "progress":
+            work.progress(fields["what"], fields["fraction"])
+        elif accept is not None:
+            accept(artifact.decode(Graph, fields["graph"], "graph"))
+
+    task = _Task(
+        settings.model,
+        str(settings.work_dir),
+        settings.device,
+        settings.microbatch_sizes,
+        settings.threads,
+        settings.allow_data_dependent,
+        settings.verify,
+        sizes,
+        minibatch,
+    )
+    answer = run_apart(
+        measure_for_command, artifact.encode(task), handle, doing="measuring the model", failure=ProfileError
+    )
+    work.notes.extend(note for note in answer["notes"] if note not in work.notes)
+    return Measured(work.store.stored_profile(), answer["method"], tuple(answer["warnings"]))
+
+
+def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
+    """Do what ``measure_anew`` does, in the process that it starts. The profile itself is in profile.json."""
+    wanted: _Task = artifact.decode(_Task, task, "task")
+    settings = ProfileSettings(
+        wanted.model,
+        Path(wanted.work_dir),
+        device=wanted.device,
+        microbatch_sizes=wanted.microbatch_sizes,
+        threads=wanted.threads,
+        allow_data_dependent=wanted.allow_data_dependent,
+        verify=wanted.verify,
+    )
+    work = Work.begin(settings.work_dir, link.progress)
+
+    def accept(graph: Graph) -> None:
+        link.ask("captured", graph=artifact.encode(graph))
+
+    measured = _measured_here(settings, work, wanted.sizes, accept, wanted.minibatch)
+    return {"notes": work.notes, "method": measured.method, "warnings": measured.warnings}
+
+
+def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
+    """Measure a captured model in this process, and write profile.json."""
+    if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
+        wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
+    else:
+        wanted = settings.microbatch_sizes or _usable(model, sizes, work)
+    if settings.estimate:
+        profile = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
+    else:
+        profile = measure(
+            model.capture,
+            model.workload,
+            device=settings.device or "auto",
+            microbatch_sizes=wanted,
+            threads=settings.threads or 1,
+            progress=work.progress,
+        )
+    # so that a plan can be made later without the model file
+    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    artifact.save(profile, work.store.profile)
+    return profile
+
+
+def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
+    """Return the sizes to measure: those that the model accepts in training, which may exclude one sample."""
+    least = min(sizes, default=1)
+    wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
+    if any(parameter.is_meta for parameter in model.built.parameters()):
+        return tuple(wanted)
+    usable, why = taken(model.workload, model.built, wanted)
+    if why:
+        work.notes.append(f"only microbatches of at least {counted(usable[0], 'sample')} are measured: {why}")
+    return usable
+
+
+def ensure_profile(
+    settings: ProfileSettings,
+    work: Work,
+    sizes: tuple[int, ...] = (),
+    accept: Accept | None = None,
+    minibatch: Minibatch | None = None,
+    *,
+    may_count: bool = False,
+) -> tuple[Model, Profile]:
+    """Return the model and its profile: the stored one if model, device and sizes are unchanged.
+
+    ``minibatch``: see ``load_model``. ``may_count``: a model that does not fit this machine is counted and not
+    measured.
+    """
+    stored, reason = work.load(Profile, work.store.profile), "no profile found"
+    loaded: Model | None = None
+    if stored is not None:
+
+        def load(how: ProfileSettings) -> Model:
+            # a graph that equals the stored one was verified when that was captured
+            return load_model(how, work, verify=False, stored=stored, minibatch=minibatch)
+
+        model, settings = counted_if_too_large(load, settings, work) if may_count else (load(settings), settings)
+        reason = _stale(stored, model, settings)
+        if not reason:
+            if accept is not None:
+                accept(model.capture.graph)
+            work.notes.append(f"profile of {stored.graph.name} reused")
+            # a seed or a learning rate given to this command only is not stored
+            return model, dataclasses.replace(stored, workload=model.workload.spec)
+        if not settings.verify and not measured_apart(settings):
+            loaded = model
+        del model  # it is built again
+
+    def measure_now(how: ProfileSettings) -> tuple[Model, Profile]:
+        if measured_apart(how):
+            return _loaded_after(measure_anew(how, work, sizes, accept, minibatch), how, work, minibatch)
+        model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch)
+        if accept is not None:
+            accept(model.capture.graph)
+        return model, measure_model(model, how, work, sizes)
+
+    model, profile = counted_if_too_large(measure_now, settings, work)[0] if may_count else measure_now(settings)
+    captured_by = profile.graph.captured_by
+    work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {captured_by} ({reason})")
+    return model, profile
+
+
+def _loaded_after(
+    measured: Measured, settings: ProfileSettings, work: Work, minibatch: Minibatch | None
+) -> tuple[Model, Profile]:
+    """Load the model that another process has measured.
+
+    Raises: RunError if it is another model in this process.
+    """
+    profile = measured.profile
+    model = load_model(settings, work, verify=False, stored=profile, minibatch=minibatch)
+    if model.capture.graph.digest != profile.graph.digest:
+        raise RunError(
+            f"the model differs from process to process: {profile.graph.digest} where it was measured, and "
+            f"{model.capture.graph.digest} here",
+            where=model.workload.name,
+            remedy="build the same model in every process, as ranks do, too: without sets in the order of their "
+            "hashes, the time, or a process id",
+        )
+    model = dataclasses.replace(model, capture=dataclasses.replace(model.capture, notes=measured.warnings))
+    return model, dataclasses.replace(profile, workload=model.workload.spec)
+
+
+def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
+    """Return why a stored profile is out of date, or ""."""
+    if stored.device.kind == COUNTED and not settings.estimate:
+        return "the stored profile was counted and not timed"
+    if stored.graph.digest != model.capture.graph.digest:
+        return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
+    if _costs_of(stored.workload) != _costs_of(model.workload.spec):
+        return "the options of the model changed"
+    wanted = settings.device
+    if wanted == "auto":
+        import torch
+
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted is not None and wanted.partition(":")[0] != stored.device.kind:
+        return f"the device changed ({stored.device.kind} -> {wanted})"
+    if settings.threads is not None and settings.threads != stored.device.threads:
+        return f"the threads of a rank changed ({stored.device.threads} -> {settings.threads})"
+    measured = {measurement.microbatch_size for measurement in stored.measurements}
+    missing = [size for size in settings.microbatch_sizes or () if size not in measured]
+    return f"microbatch size {missing[0]} was not measured" if missing else ""
+
+
+def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
+    """Return the part of a spec that determines the cost of the model.
+
+    Without seed and learning rate, which do not affect it, and ``batch_dims``, which changes the graph.
+    """
+    return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

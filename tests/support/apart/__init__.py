@@ -1,0 +1,1 @@
+"""Functions for another process, as ``commands.apart`` runs them."""
