@@ -124,6 +124,7 @@ def layers(
         between(forward + backward), between(forward), received, sent, weight, np.zeros_like(weight), weight,
         3 * weight, between(saved), received / 2, one, 2 * weight / 25e9,
         3 * weight + saved.max(), between(cut[:count]), between(forward), np.zeros_like(weight),
+        np.zeros_like(weight), np.zeros_like(weight), 3 * weight, 3 * weight + saved.max(),
     )  # fmt: skip
     rules = np.zeros(solver.NUM_RULES)
     for place, value in ((solver.MICROBATCHES, microbatches), (solver.RANKS, ranks), (solver.FLUSH, flush)):

@@ -223,6 +223,13 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
         "sums at any size. auto: only if it is small; otherwise the stages' sums are added once per step. [default: "
         "auto]",
     ),
+    option(
+        "--shard-optimizer",
+        type=types.one_of("setting of the optimizer state", *table.CHOICES["shard_optimizer"]),
+        help="auto: the replicas of a stage divide its optimizer state, where the plan would otherwise not fit or be "
+        "slower; each steps a part of the parameters and sends the new values to the others. Results are the same bit "
+        "for bit. never: every replica has the complete state. [default: auto]",
+    ),
 )
 
 

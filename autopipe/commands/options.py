@@ -90,6 +90,7 @@ class PlanOptions(ProfileOptions, OrderOptions, total=False):
     microbatch_size: int | None
     recompute: str | None
     exact_ties: str | None
+    shard_optimizer: str | None
 
 
 class PipelineOptions(PlanOptions, total=False):
@@ -196,6 +197,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "replicas": ("auto", "never"),
     "recompute": ("auto", "never", "block", "stage", "always"),
     "exact_ties": ("auto", "always"),
+    "shard_optimizer": ("auto", "never"),
     "on_nonfinite": ("stop", "warn", "skip"),
     "data_reader": DATA_READERS,
     "format": EXPORT_FORMATS,
@@ -284,7 +286,7 @@ def plan_settings(target: str | None, options: Mapping[str, Any]) -> PlanSetting
     """Return the settings of ``PipelineOptions``."""
     names = (
         *("gpus", "batch_size", "schedule", "num_microbatches", "microbatch_size", "recompute", "replicas"),
-        *("max_shapes", "exact_ties", "ema"),
+        *("max_shapes", "exact_ties", "shard_optimizer", "ema"),
     )
     return PlanSettings(
         profile_settings(target, options),

@@ -124,6 +124,7 @@ class PlanSettings:
     order: OrderSettings = OrderSettings()
     max_shapes: int = MAX_SHAPES  # further shapes of the batch for which code is generated while ranks run
     exact_ties: str | None = None  # "always" or "auto", for tied parameters
+    shard_optimizer: str | None = None  # "never" or "auto", for the optimizer state of replicas
     ema: float | None = None  # decay of averaged weights, which take memory; 0 for no averages
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from autopipe.ir.artifact import digest
+from autopipe.ir.artifact import OMIT_DEFAULT, digest
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.ir.tensor import TensorSpec
@@ -195,6 +195,8 @@ class Plan:
     predicted: Prediction
     notes: tuple[str, ...] = ()  # for the user
     schedule_text: str = ""  # the user's own grid, for the schedule ``custom``
+    # replicas divide the optimizer state of their stage by whole parameters
+    shard_optimizer: bool = field(default=False, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -241,6 +243,10 @@ class Plan:
     def flops_per_sample(self) -> float:
         """Floating-point operations of training on one sample; 0 if the profile does not have them."""
         return sum(stage.flops for stage in self.stages) / self.microbatch_size
+
+    def sharing(self, stage: Stage) -> int:
+        """Return the number of replicas of a stage that divide its optimizer state; 1 if each has all of it."""
+        return stage.replicas if self.shard_optimizer else 1
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:

@@ -12,6 +12,7 @@ from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
 from autopipe.planning.cost.byte_sums import StageTerms
 from autopipe.planning.cost.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
 from autopipe.planning.search.problem import Problem
+from autopipe.units import in_short_bytes
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageC
     for stage, terms in enumerate(problem.byte_sums.along(positions[:-1], by_block="block" in modes)):
         in_flight, versions = problem.in_flight_and_versions(stage, count)
         waiting, limit = problem.waiting(stage), problem.limit(stage)
-        fitting = (mode for mode in modes if terms.peak(in_flight, versions, mode, waiting) <= limit)
+        fitting = (mode for mode in modes if terms.peak(in_flight, versions, mode, waiting, problem.sharing) <= limit)
         recompute = next(fitting, modes[-1])
         seconds = problem.stage_seconds(stage, count, recompute, (edges[stage], edges[stage + 1]))
         choices.append(
@@ -73,7 +74,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[St
         for rank in choice.ranks:
             per_rank[rank] += share
     step = problem.profile.optimizer_seconds_per_byte * max(
-        of_stage.stepped / problem.cluster.update_speed_of(choice.ranks)
+        of_stage.stepped / problem.cluster.update_speed_of(choice.ranks) / _sharing(problem, choice)
         for choice, of_stage in zip(choices, terms, strict=True)
     )
     if not problem.kind.synchronous:
@@ -87,6 +88,11 @@ def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[St
     busy = m * math.fsum(per_rank)
     bubble = max(0.0, 1 - busy / (total * options.num_ranks)) if total else 0.0
     return Prediction(total, options.batch_size / total if total else 0.0, bubble, max(times))
+
+
+def _sharing(problem: Problem, choice: StageChoice) -> int:
+    """Return the number of replicas that divide the optimizer state of a stage."""
+    return len(choice.ranks) if problem.options.sharded else 1
 
 
 def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
@@ -128,7 +134,12 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         num_microbatches=m,
         microbatch_size=problem.microbatch_size,
         predicted=predict(problem, choices, terms),
-        notes=(*_notes(problem, edges, num_used), *_notes_of_checkpoints(problem, stages)),
+        shard_optimizer=problem.options.sharded and any(stage.replicas > 1 for stage in stages),
+        notes=(
+            *_notes(problem, edges, num_used),
+            *_notes_of_checkpoints(problem, stages),
+            *_notes_of_shards(problem, choices, terms),
+        ),
     )
 
 
@@ -153,7 +164,9 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, term
         parameters=state[0],
         forward_seconds=forward / speed,
         backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
-        peak_bytes=terms.peak(choice.in_flight, choice.versions, choice.recompute, choice.waiting),
+        peak_bytes=terms.peak(
+            choice.in_flight, choice.versions, choice.recompute, choice.waiting, _sharing(problem, choice)
+        ),
         recompute=recompute,
         units=units,
         recompute_seconds=(forward if recompute == "stage" else again) / speed,
@@ -188,6 +201,16 @@ def _notes_of_checkpoints(problem: Problem, stages: Sequence[Stage]) -> tuple[st
     return (
         f"{missing} of {len(calls)} checkpoint() calls of the model are not recomputed as units: no legal cut is at "
         "their ends, or a tensor of the batch that they read changes in place",
+    )
+
+
+def _notes_of_shards(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[StageTerms]) -> tuple[str, ...]:
+    """Return a note on the optimizer state that replicas divide."""
+    freed = max(t.optimizer - t.optimizer_on(_sharing(problem, c)) for c, t in zip(choices, terms, strict=True))
+    if not freed:
+        return ()
+    return (
+        f"the replicas of a stage divide its optimizer state, which takes up to {in_short_bytes(freed)} less on a rank",
     )
 
 

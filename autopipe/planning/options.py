@@ -39,6 +39,7 @@ class PlanOptions:
     stage_ranks: tuple[int, ...] = ()  # the rank of each stage, if the schedule's text says it; empty: round robin
     offered: int = 0  # the number of ranks available, if only ``num_ranks`` of them are to be used; 0: num_ranks
     most_pairs: float = math.inf  # pairs of cuts; a search that would evaluate more of them is refused
+    sharded: bool = False  # replicas divide the optimizer state of their stage by whole parameters
     exact_ties: str = "auto"  # tied gradients in plain autograd's order: "always", or "auto" for small parameters
 
     def __post_init__(self) -> None:

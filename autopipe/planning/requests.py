@@ -17,6 +17,7 @@ _OPTIONS = {
     "microbatch_size": "--microbatch-size",
     "recompute": "--recompute",
     "exact_ties": "--exact-ties",
+    "shard_optimizer": "--shard-optimizer",
     "cluster": "--cluster",
     "gpu_memory_bytes": "--gpu-memory",
     "link": "--link",
@@ -35,6 +36,7 @@ _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
 _CHOICES = {
     "recompute": ("auto", "never", "block", "stage", "always"),
     "exact_ties": ("auto", "always"),
+    "shard_optimizer": ("auto", "never"),
     "replicas": ("auto", "never"),
 }
 
@@ -59,6 +61,7 @@ class PlanRequest:
     warmup_depth: int | None = None
     grid: str | None = None  # the text of the schedule file
     exact_ties: str | None = None
+    shard_optimizer: str | None = None
     averages: bool | None = None  # whether memory for averaged weights is counted
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from autopipe.runtime.step.gradients import GradientFinisher, GradientHook
 from autopipe.runtime.step.losses import LossCollector
 from autopipe.runtime.step.replicas import replica_syncs
 from autopipe.runtime.step.scaler import LossScaler
+from autopipe.runtime.step.sharding import OptimizerShard
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.transport.base import Transport
@@ -155,7 +156,13 @@ class RankAssembly:
             on_gradients=self.on_gradients,
         )
         owned = {index: ties.owned(index) for index in runners}
-        optimizers = {index: self.workload.optimizer(list(owned[index].items())) for index in runners}
+        shards = {
+            index: OptimizerShard(owned[index], request.stage_ranks[index], transport)
+            for index in runners
+            if plan.sharing(plan.stages[index]) > 1
+        }
+        stepped = {index: shards[index].own if index in shards else owned[index] for index in runners}
+        optimizers = {index: self.workload.optimizer(list(stepped[index].items())) for index in runners}
         schedulers = {i: None if o is None else self.workload.scheduler(o) for i, o in optimizers.items()}
         return Stepper(
             runners=runners,
@@ -163,6 +170,7 @@ class RankAssembly:
             schedulers=schedulers,
             ties=ties,
             replicas=replica_syncs(context, runners, transport),
+            shards=shards,
             gradients=gradients,
             loss=loss,
             reporter=reporter,

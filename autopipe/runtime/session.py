@@ -239,7 +239,7 @@ class RankSession:
             state.restore(
                 source,
                 runner,
-                stepper.owned(index),
+                stepper.stepped(index),
                 stepper.optimizers[index],
                 stepper.schedulers[index],
                 self.job.learning_rate,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopipe.commands.planning.request import request_of
@@ -97,7 +98,8 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
     choices = _choices(request, space, profile, work)
-    plan, search_progress = search(with_averages(profile, request), cluster, choices, work.progress)
+    shard = request.shard_optimizer != "never"
+    plan, search_progress = search(with_averages(profile, request), cluster, choices, work.progress, shard=shard)
     refuse_stale_ties(plan, profile.graph, plan.request())
     seconds = time.perf_counter() - start
     if search_progress.stopped:
@@ -122,9 +124,12 @@ def with_averages(profile: Profile, request: PlanRequest) -> Profile:
 
 
 def search(
-    profile: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
+    profile: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress, *, shard: bool = False
 ) -> tuple[Plan, SearchProgress]:
     """Return the plan with the shortest simulated step, and the progress of the search.
+
+    ``shard``: replicas may divide the optimizer state of their stage. Plans in which they do are considered if memory
+    may be what limits the others.
 
     Raises: PlanError if there is no plan, or the profile has no times; ScheduleError if no schedule can run the plan.
     """
@@ -136,13 +141,43 @@ def search(
         )
     score = simulator_score(profile, cluster, choices)
 
+    def best_of(room: Cluster, among: Sequence[PlanOptions]) -> Plan:
+        return make_best_plan(profile, room, among, score=score, progress=search_progress, least_gain=LEAST_GAIN)
+
     def find(room: Cluster) -> Plan:
-        return make_best_plan(profile, room, choices, score=score, progress=search_progress, least_gain=LEAST_GAIN)
+        if not shard or not any(_takes_much_of(device.memory_bytes, profile) for device in room.devices):
+            return best_of(room, choices)
+        try:
+            complete = best_of(room, choices)
+        except PlanError as refusal:
+            with contextlib.suppress(PlanError):
+                return best_of(room, sharded(choices))
+            raise refusal from None
+        other = None
+        with contextlib.suppress(PlanError):
+            if not search_progress.stopped and (same := sharded(choices, complete.schedule)):
+                other = best_of(room, same)
+        least = complete.predicted.samples_per_second * (1 + LEAST_GAIN)
+        return complete if other is None or other.predicted.samples_per_second <= least else other
 
     plan = search_within_memory(profile, cluster, find, lambda: search_progress.stopped)
     if not math.isfinite(plan.predicted.step_seconds):
         predict(plan, profile, cluster)  # raises the ScheduleError that names the broken rule
     return plan, search_progress
+
+
+def _takes_much_of(memory_bytes: int, profile: Profile) -> bool:
+    """Return whether the weights, gradients and optimizer state of the model take an eighth of a device's memory."""
+    return 0 < memory_bytes < 8 * profile.trained_bytes * (2 + profile.optimizer_bytes_per_byte)
+
+
+def sharded(choices: Sequence[PlanOptions], schedule: str = "") -> tuple[PlanOptions, ...]:
+    """Return the options with replicas, of one schedule if it is given, with a divided optimizer state."""
+    return tuple(
+        dataclasses.replace(options, sharded=True)
+        for options in choices
+        if (options.may_replicate or options.replicas > 1) and schedule in ("", options.schedule)
+    )
 
 
 def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:

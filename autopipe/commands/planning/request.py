@@ -36,6 +36,7 @@ def request_of(settings: PlanSettings) -> PlanRequest:
         warmup_depth=order.warmup_depth,
         grid=grid,
         exact_ties=settings.exact_ties,
+        shard_optimizer=settings.shard_optimizer,
         averages=None if settings.ema is None else settings.ema > 0,
     )
 

@@ -47,6 +47,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
         may_replicate=counts != {1} and not equal,
         replicas=max(counts) if equal else 1,
         schedule_options=tuple(plan.schedule_options.items()),
+        sharded=plan.shard_optimizer,
         exact_ties=prepared.record.request.exact_ties or "auto",
     )
     memory = f"--gpu-memory {as_size_option(limit)}"

@@ -16,9 +16,9 @@ import numpy as np
 
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.block_sums import BlockSums, BlockTables
-from autopipe.planning.cost.memory import stage_peak
+from autopipe.planning.cost.memory import even_share, stage_peak
 from autopipe.planning.cost.ownership import unused_state
-from autopipe.planning.cost.pair_sum import Array, PairSum, PeakWorkspace
+from autopipe.planning.cost.pair_sum import Array, Largest, PairSum, PeakWorkspace
 from autopipe.planning.cost.stored import stored_values
 
 
@@ -30,6 +30,7 @@ class StageTerms:
     gradients: int  # G: of the trained parameters
     stepped: int  # the trained parameters that the stage itself steps; the first stage that has one steps it
     optimizer: int  # O: optimizer state of those
+    largest: int  # the optimizer state of the largest of those
     saved: int  # A: per microbatch, kept for the backward; what is in ``kept`` is not
     kept: int  # K: per microbatch, kept for the backward even with recompute
     between: int  # H: gradients that the first half of a split backward leaves for the second
@@ -37,12 +38,17 @@ class StageTerms:
     crossing: int = 0  # C: per microbatch, kept for the backward with recompute by block, besides ``kept``
     unit: int = 0  # U: taken by the backward of a unit, with recompute by block
 
-    def peak(self, in_flight: int, versions: int, recompute: str, waiting: int = 0) -> int:
+    def optimizer_on(self, sharing: int) -> int:
+        """Return the most optimizer state on one of the replicas that divide it; all of it for one."""
+        return min(self.optimizer, even_share(self.optimizer, self.largest, sharing))
+
+    def peak(self, in_flight: int, versions: int, recompute: str, waiting: int = 0, sharing: int = 1) -> int:
         """Return the peak with ``in_flight`` microbatches in flight and ``waiting`` halves of a backward.
 
-        ``recompute``: one of ``RECOMPUTE_MODES``; for ``block``, the terms must include those of units.
+        ``recompute``: one of ``RECOMPUTE_MODES``; for ``block``, the terms must include those of units. ``sharing``:
+        the number of replicas that divide the optimizer state.
         """
-        state = self.gradients + self.optimizer + waiting * self.between
+        state = self.gradients + self.optimizer_on(sharing) + waiting * self.between
         if recompute == "block":
             return stage_peak(self.weights, versions, state + self.unit, self.kept, in_flight, self.crossing, in_flight)
         saved_in_flight = 1 if recompute == "stage" else in_flight
@@ -58,13 +64,20 @@ class ByteTables:
     gradients: Array
     stepped: Array
     optimizer: Array
+    largest: Array
     saved: Array
     kept: Array
     between: Array
     workspace: Array
 
     def peak(
-        self, in_flight: int, versions: int, recompute: str, waiting: int = 0, block: BlockTables | None = None
+        self,
+        in_flight: int,
+        versions: int,
+        recompute: str,
+        waiting: int = 0,
+        block: BlockTables | None = None,
+        sharing: int = 1,
     ) -> Array:
         """Return the peaks of all pairs; see ``StageTerms.peak``. ``block``: the terms of units, for that mode."""
         if block is not None and recompute == "block":
@@ -72,6 +85,8 @@ class ByteTables:
             saved, saved_in_flight = block.crossing, in_flight
         else:
             fixed, saved, saved_in_flight = self.fixed, self.saved, 1 if recompute == "stage" else in_flight
+        if sharing > 1:
+            fixed = fixed - np.maximum(self.optimizer - even_share(self.optimizer, self.largest, sharing), 0.0)
         fixed = fixed + waiting * self.between if waiting else fixed
         return stage_peak(self.weights, versions, fixed, self.kept, in_flight, saved, saved_in_flight)
 
@@ -90,6 +105,7 @@ class ByteSums:
         n = atoms.count
         self.weights, self.gradients, self.stepped, self.tied = PairSum(n), PairSum(n), PairSum(n), PairSum(n)
         self.saved, self.kept, self.between, self.workspace = PairSum(n), PairSum(n), PairSum(n), PeakWorkspace(n)
+        self.largest = Largest(n)
         self._add_state()
         self._add_kept()
         self._add_nodes()
@@ -104,6 +120,7 @@ class ByteSums:
             self.gradients.table(),
             stepped,
             np.ceil(self._optimizer_bytes_per_byte * stepped),
+            np.ceil(self._optimizer_bytes_per_byte * self.largest.table()),
             self.saved.table(),
             self.kept.table(),
             self.between.table(),
@@ -124,15 +141,16 @@ class ByteSums:
         edges = [*(atom_at[start] for start in starts), self._atoms.count]
         state = (self.weights, self.gradients, self.stepped)
         activations = (self.saved, self.kept, self.between, self.workspace)
-        columns = [term.along(edges).tolist() for term in (*state, *activations)]
+        columns = [term.along(edges).tolist() for term in (*state, self.largest, *activations)]
         units = self.by_block.along(edges) if by_block else [(0, 0)] * len(starts)
+        per_byte = self._optimizer_bytes_per_byte
         return [
             StageTerms(
-                *(w, g, stepped, math.ceil(self._optimizer_bytes_per_byte * stepped)),
+                *(w, g, stepped, math.ceil(per_byte * stepped), math.ceil(per_byte * largest)),
                 *(saved, kept, between, workspace),
                 *of_units,
             )
-            for (w, g, stepped, saved, kept, between, workspace), of_units in zip(
+            for (w, g, stepped, largest, saved, kept, between, workspace), of_units in zip(
                 zip(*columns, strict=True), units, strict=True
             )
         ]
@@ -155,6 +173,7 @@ class ByteSums:
                 continue
             self.gradients.distinct(used_at, size)
             self.stepped.atom(min(used_at), size)
+            self.largest.add(min(used_at), size)
             if len(used_at) > 1:
                 self.tied.distinct(used_at, size)
                 self.tied.rectangle(0, min(used_at), max(used_at) + 1, atoms.count, -size)

@@ -12,6 +12,9 @@ With v weight versions and at most k microbatches in flight::
     peak         = the same + (s + 1) H    H gradients between the halves: as large as the results of trained nodes
     X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
 
+If r replicas of a stage divide its optimizer state by whole parameters, none of them has more of it than
+O' = min(O, O / r + the state of the largest parameter), which takes the place of O.
+
 G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node
 that keeps it. A stage that receives the tensor counts it in K and not in A. A stage that sends it counts it in A in any
 case, because its backward starts from it.
@@ -46,6 +49,16 @@ def stage_peak(
     the order in which float64 adds them does not matter below 2**53.
     """
     return versions * weights + fixed + in_flight * kept + saved_in_flight * saved
+
+
+def even_share(optimizer: Amount, largest: Amount, replicas: int) -> Amount:
+    """Return O / r + the state of the largest parameter, in whole bytes: O' if it is less than O.
+
+    The parameters go to the replicas one after the other, the largest first, each to the replica with the least state
+    (``runtime.step.sharding``). The last one that a replica gets makes it exceed the mean by at most its own state.
+    Source: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
+    """
+    return -(-optimizer // replicas) + largest
 
 
 def in_flight(kind: ScheduleKind, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:

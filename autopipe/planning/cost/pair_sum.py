@@ -109,3 +109,27 @@ class PeakWorkspace:
         highest = np.maximum.reduceat(self._highest, np.array(edges[:-1], dtype=np.int64))
         workspaces: Whole = np.maximum(highest - self._saved.cumsum()[list(edges[1:])], 0)
         return workspaces
+
+
+class Largest:
+    """The largest of the amounts at the atoms of a stage, or 0."""
+
+    def __init__(self, num_atoms: int) -> None:
+        self._amounts = np.zeros(num_atoms, dtype=np.int64)
+
+    def add(self, atom: int, amount: int) -> None:
+        """Add an amount at an atom."""
+        self._amounts[atom] = max(int(self._amounts[atom]), amount)
+
+    def table(self) -> Array:
+        """Return the largest amounts of all pairs, shape (n + 1, n + 1)."""
+        n = len(self._amounts)
+        behind = np.arange(n)[None, :] >= np.arange(n + 1)[:, None]
+        table = np.zeros((n + 1, n + 1))
+        table[:, 1:] = np.maximum.accumulate(np.where(behind, self._amounts[None, :], 0), axis=1)
+        return table
+
+    def along(self, edges: Sequence[int]) -> Whole:
+        """Return the largest amounts of the stages between successive ``edges`` (atoms, ascending)."""
+        largest: Whole = np.maximum.reduceat(self._amounts, np.array(edges[:-1], dtype=np.int64))
+        return largest

@@ -78,7 +78,9 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
         workspace = backward.half if half else backward.whole
         sizes.append(
             StageBytes(
-                fixed=terms.optimizer + workspace + (terms.saved if stage.recompute == "stage" else 0),
+                fixed=terms.optimizer_on(plan.sharing(stage))
+                + workspace
+                + (terms.saved if stage.recompute == "stage" else 0),
                 version=terms.weights,
                 in_flight=terms.kept + kept[stage.recompute],
                 between=terms.between if half else 0,

@@ -47,7 +47,9 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         share = 2 * (stage.replicas - 1) / stage.replicas
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
         host, pace = cluster.host.compute_seconds, cluster.host.pace
-        update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks)
+        update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks) / plan.sharing(stage)
+        if plan.sharing(stage) > 1:  # the new weights are exchanged like the gradients, behind the step
+            update += reduce_seconds
         backward = pace * (stage.backward_seconds + stage.recompute_seconds)
         stages.append(
             StageCosts(

@@ -120,7 +120,10 @@ def data_parallel_plan(problem: Problem) -> Plan:
     versions = weight_versions(problem.kind, m, num_in_flight, ranks)
     if tau == math.inf:
         block = problem.block_tables if "block" in replicated.modes else None
-        peaks = (problem.tables.memory.peak(num_in_flight, versions, mode, block=block) for mode in replicated.modes)
+        memory_of, sharing = problem.tables.memory, ranks if options.sharded else 1
+        peaks = (
+            memory_of.peak(num_in_flight, versions, mode, block=block, sharing=sharing) for mode in replicated.modes
+        )
         least = min(float(peak[0, n]) for peak in peaks)
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
         raise PlanError(

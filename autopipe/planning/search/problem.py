@@ -60,6 +60,11 @@ class Problem:
         return math.ceil(self.num_microbatches / self.options.replicas)
 
     @property
+    def sharing(self) -> int:
+        """The number of replicas that divide the optimizer state, if no stage differs in its replicas; or 1."""
+        return self.options.replicas if self.options.sharded else 1
+
+    @property
     def kind(self) -> ScheduleKind:
         """The description of the schedule."""
         return self.options.schedule_kind
@@ -151,9 +156,9 @@ class Problem:
         if d > 1:
             ring = self.cluster.span(ranks[0], ranks[-1])
             moved = 2 * (d - 1) / d * self.tables.memory.gradients[at]
-            total = (
-                total + d * (moved / ring.ring_bandwidth + 2 * (d - 1) * ring.latency_seconds) / self.num_microbatches
-            )
+            once = moved / ring.ring_bandwidth + 2 * (d - 1) * ring.latency_seconds
+            # if the replicas divide the optimizer state, the new weights are exchanged like the gradients
+            total = total + d * once * (1 + self.options.sharded) / self.num_microbatches
         return total
 
     def stage_seconds(self, stage: int, num_stages: int, mode: str, at: Pairs = ...) -> Any:
@@ -175,7 +180,7 @@ class Problem:
         """Return the peak bytes of every pair with a recompute mode."""
         num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
         block = self.block_tables if mode == "block" else None
-        return self.tables.memory.peak(num_in_flight, versions, mode, self.waiting(stage), block)
+        return self.tables.memory.peak(num_in_flight, versions, mode, self.waiting(stage), block, self.sharing)
 
     def waiting(self, stage: int) -> int:
         """Return the most weight halves of backwards that wait on a stage: s on stage s, and the one that arises.

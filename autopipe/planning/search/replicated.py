@@ -53,6 +53,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     # (the same for very many ranks, to limit the search; plans for fewer ranks compete)
     most = min(G, max(problem.num_microbatches, unit)) if equal or unit > 1 else G
     rules[solver.MOST] = most
+    rules[solver.SHARE] = options.sharded
     counts = range(1, most // unit + 1)
     choices = [r * unit for r in counts if options.replica_choices == "any" or r & (r - 1) == 0]
     place = placement(cluster, G, equal)
@@ -68,8 +69,9 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
             memory.fixed,
             memory.saved,
             memory.kept,
-            *_one_replica(tables, place),
+            *_one_replica(tables, place, exchanges=1 + options.sharded),
             *_by_block(problem, "block" in modes),
+            *_optimizer_state(problem, "block" in modes),
         ),
         place,
         rules,
@@ -78,13 +80,22 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     )
 
 
-def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
-    """Return t without recompute, and 2 g / b_ring, with the device and links of rank 0."""
+def _optimizer_state(problem: Problem, by_block: bool) -> tuple[Any, ...]:
+    """Return O and its largest part, and g' and g'' without it if the replicas divide it."""
+    memory = problem.tables.memory
+    fixed, block = memory.fixed, _by_block(problem, by_block)[0]
+    if problem.options.sharded:
+        fixed, block = fixed - memory.optimizer, block - memory.optimizer
+    return memory.optimizer, memory.largest, fixed, block
+
+
+def _one_replica(tables: Tables, place: Any, exchanges: int) -> tuple[Any, Any]:
+    """Return t without recompute, and 2 g / b_ring for each exchange, with the device and links of rank 0."""
     speed, _, into, into_latency, out, out_latency, ring, _ = place[:, 0, -1]
     time = (tables.forward_seconds + tables.backward_seconds) / speed
     time[1:] += tables.received[1:] * into + into_latency
     time[:, :-1] += tables.sent[:, :-1] * out + out_latency
-    return time, 2 * tables.memory.gradients * ring
+    return time, 2 * exchanges * tables.memory.gradients * ring
 
 
 def _by_block(problem: Problem, allowed: bool) -> tuple[Any, ...]:

@@ -19,6 +19,9 @@ Memory (``cost.memory.stage_peak``), in whole bytes::
     v W + g' + n (A + K) <= memory, or else, by block, v W + g'' + n (C + K) <= memory (``cost.block_sums``),
     or else, with recompute of the stage, v W + g' + n K + A <= memory
 
+If the replicas divide the optimizer state, g' and g'' fall as r grows (``cost.memory.even_share``). Bounds of r by
+memory then use g' and g'' without any optimizer state (LEAST, LEAST_BLOCK), and ``stage`` decides.
+
 Two engines probe a bottleneck T; ``bottleneck`` chooses T:
 
 - ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind a
@@ -37,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from autopipe.ir.plan import RECOMPUTE_MODES
-from autopipe.planning.cost.memory import stage_peak
+from autopipe.planning.cost.memory import even_share, stage_peak
 from autopipe.planning.search.compiled import compiled
 
 Array = Any  # numba infers the types of arrays in compiled code
@@ -46,17 +49,20 @@ Array = Any  # numba infers the types of arrays in compiled code
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
 # the same with recompute by block: g'', C, the seconds of the units, and of the last one if it need not run again
 BLOCK_STATE, CROSSING, AGAIN, LAST = range(12, 16)
+# optimizer state of all parameters and of the largest; the least g' and g'' that any number of replicas can have
+OPTIMIZER, LARGEST, LEAST, LEAST_BLOCK = range(16, 20)
 # indices in the placement tables; their entries are by (first rank, replicas) in units, or (0, 0) if ranks are equal
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
 # indices in the vector of rules; MOST: the most replicas; UNIT: numbers of replicas are multiples of it
 MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
-WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT, MAY_BLOCK = range(9, 15)
-NUM_RULES = 15
+WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT, MAY_BLOCK, SHARE = range(9, 16)
+NUM_RULES = 16
 MODES = RECOMPUTE_MODES
 NEVER, BLOCK, STAGE = range(3)
 
 
 peak_bytes: Any = compiled(stage_peak)
+optimizer_share: Any = compiled(even_share)
 
 
 @compiled
@@ -89,14 +95,18 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
         return math.inf, 0
     weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
+    block_fixed = tables[BLOCK_STATE][i, j]
+    if rules[SHARE] > 0:
+        optimizer = tables[OPTIMIZER][i, j]
+        freed = max(optimizer - optimizer_share(optimizer, tables[LARGEST][i, j], r * int(rules[WIDTH])), 0.0)
+        fixed, block_fixed = fixed - freed, block_fixed - freed
     memory = place[MEMORY, a, q]
     seconds, mode = tables[COMPUTE][i, j], NEVER
     if rules[MAY_KEEP] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, in_flight) <= memory:
         mode = NEVER
     elif (
         rules[MAY_BLOCK] > 0
-        and peak_bytes(weights, versions, tables[BLOCK_STATE][i, j], kept, in_flight, tables[CROSSING][i, j], in_flight)
-        <= memory
+        and peak_bytes(weights, versions, block_fixed, kept, in_flight, tables[CROSSING][i, j], in_flight) <= memory
     ):
         mode = BLOCK
         seconds += tables[AGAIN][i, j]
@@ -117,14 +127,17 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
         t += tables[SENT][i, j] * place[OUT_SECONDS, a, q] + place[OUT_LATENCY, a, q]
         if i == 0:
             tied = tables[TIED][i, j] * place[OUT_SECONDS, a, q]
-    share = 2 * tied
+    reduce = 0.0
     if r > 1:
-        share += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
-        share += 2 * (r - 1) * place[RING_LATENCY, a, q]
+        reduce += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
+        reduce += 2 * (r - 1) * place[RING_LATENCY, a, q]
     width = rules[WIDTH]
     if width > 1:
-        share += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
-        share += 2 * (width - 1) * rules[OUTER_LATENCY]
+        reduce += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
+        reduce += 2 * (width - 1) * rules[OUTER_LATENCY]
+    if rules[SHARE] > 0:
+        reduce *= 2  # the new weights are exchanged like the gradients
+    share = 2 * tied + reduce
     return t / (r * width) + share / m, mode
 
 
@@ -213,14 +226,14 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
     more = tables[FORWARD][i, j] / place[SPEED, 0, 0]
     least = least_count(
         rules, d, most, T, place[MEMORY, 0, 0],
-        t, k, more, tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
-        (tables[AGAIN][i, j] - tables[LAST][i, j]) / place[SPEED, 0, 0], tables[BLOCK_STATE][i, j],
+        t, k, more, tables[WEIGHTS][i, j], tables[LEAST][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
+        (tables[AGAIN][i, j] - tables[LAST][i, j]) / place[SPEED, 0, 0], tables[LEAST_BLOCK][i, j],
         tables[CROSSING][i, j],
     )  # fmt: skip
     if least > most:
         return most + 1
     r = int(least)
-    slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
+    slope = (2 + 2 * rules[SHARE]) * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
     while r <= most:
         tau, mode = stage(tables, place, rules, i, j, r, d)
         if tau <= T and tau < math.inf:
@@ -247,8 +260,8 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
     g[n] = 0
     for i in range(n - 1, -1, -1):
         seconds, time, ring, forward = tables[COMPUTE][i], tables[TIME][i], tables[RING][i], tables[FORWARD][i]
-        weights, state, kept, saved = tables[WEIGHTS][i], tables[STATE][i], tables[KEPT][i], tables[SAVED][i]
-        block_state, crossing = tables[BLOCK_STATE][i], tables[CROSSING][i]
+        weights, state, kept, saved = tables[WEIGHTS][i], tables[LEAST][i], tables[KEPT][i], tables[SAVED][i]
+        block_state, crossing = tables[LEAST_BLOCK][i], tables[CROSSING][i]
         units, last_unit = tables[AGAIN][i], tables[LAST][i]
         lowest, first, known = G, 0, i
         best = G + 1

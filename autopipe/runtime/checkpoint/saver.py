@@ -75,7 +75,7 @@ class Saver:
             training = stepper.training(stage)
             if training is not None and stage not in self._verified:
                 self._verified.add(stage)
-                training.state(stage, self._initial[stage])
+                training.state(str(stage), self._initial[stage])
 
         stepper.after_step = verify_first_step
 
@@ -95,18 +95,21 @@ class Saver:
         self.wait()
         parts = []
         for stage, writer in places.items():
-            owned = stepper.owned(stage)
-            stored, tensors = StageState(tuple(owned)), dict[str, torch.Tensor]()
+            own = stage in stepper.shards  # the optimizer state of this replica alone
+            stored, of_optimizer = StageState(tuple(stepper.stepped(stage))), dict[str, torch.Tensor]()
             if (training := stepper.training(stage)) is not None:
-                stored, tensors = training.state(stage, self._initial[stage])
+                place = f"{stage}.{writer}" if own else str(stage)
+                stored, of_optimizer = training.state(place, self._initial[stage])
             averages = {} if stepper.averages is None else stepper.averages.of(stage)
+            tensors = state.collect(stepper.runners[stage], stepper.owned(stage))
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
-            tensors = {**state.collect(stepper.runners[stage], owned), **tensors}
+            tensors.update({} if own else of_optimizer)
             counted: dict[str, int] = {}
             if (num_writers := self.writers[stage]) > 1:
                 counters = state.counters(stepper.runners[stage])
                 counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
                 tensors = share(tensors, writer, num_writers, counters)
+            tensors.update(of_optimizer if own else {})
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
             snapshot.take(tensors)
             if snapshot.refusal:
@@ -117,7 +120,7 @@ class Saver:
                 for tie in stepper.ties.moving
                 if tie.parameter in parameters
             }
-            training_state = stored if writer == 0 else StageState()
+            training_state = stored if own or writer == 0 else StageState()
             parts.append(Part(stage, snapshot, training_state, ties, writer=writer, checksums=counted))
         self.write(manifest, parts)
 

@@ -12,24 +12,15 @@ import torch
 
 from autopipe import sparse
 from autopipe.errors import RunError
+from autopipe.runtime.step.sharding import divide
 
 
 def share(
     tensors: Mapping[str, torch.Tensor], writer: int, num_writers: int, unshared: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that one of the writers of a stage writes. ``unshared``: those that only the first writes.
-
-    The largest tensor goes first, always to the writer with the fewest bytes, so every writer computes the same shares.
-    """
+    """Return the tensors that one of the writers of a stage writes. ``unshared``: those that only the first writes."""
     num_bytes = {name: _num_bytes(tensor) for name, tensor in tensors.items()}
-    loads = [0] * num_writers
-    chosen = []
-    for name in sorted(tensors, key=lambda name: (name not in unshared, -num_bytes[name], name)):
-        place = 0 if name in unshared else loads.index(min(loads))
-        loads[place] += num_bytes[name]
-        if place == writer:
-            chosen.append(name)
-    return {name: tensors[name] for name in chosen}
+    return {name: tensors[name] for name in divide(num_bytes, num_writers, unshared)[writer]}
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

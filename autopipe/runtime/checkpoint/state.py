@@ -72,12 +72,12 @@ def collect(runner: StageRunner, owned: Mapping[str, nn.Parameter]) -> dict[str,
 def restore(
     checkpoint: Checkpoint,
     runner: StageRunner,
-    owned: Mapping[str, nn.Parameter],
+    stepped: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     learning_rate: float | None = None,
 ) -> None:
-    """Restore a stage from a checkpoint, which any plan may have saved.
+    """Restore a stage from a checkpoint, which any plan may have saved. ``stepped``: what its optimizer steps.
 
     ``learning_rate`` replaces the one in the checkpoint (``--resume`` with ``--lr``).
 
@@ -87,7 +87,7 @@ def restore(
     restore_weights(checkpoint, runner)
     restore_versions(checkpoint, runner.versions, checkpoint.manifest.step)
     if optimizer is not None:
-        restore_training(checkpoint, Training(owned, optimizer, scheduler))
+        restore_training(checkpoint, Training(stepped, optimizer, scheduler))
         if learning_rate is not None:
             set_rate(optimizer, learning_rate)
 

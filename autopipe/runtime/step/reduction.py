@@ -37,13 +37,13 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """Gradients that are summed in one message."""
+class Bucket:
+    """Parameters whose gradients, or new values, are exchanged in one message."""
 
     names: list[str] = field(default_factory=list)
     # the offset of each parameter
     places: dict[str, int] = field(default_factory=dict)
-    # in elements, with the counts of replicas at the end
+    # in elements; for gradients, with the counts of replicas at the end
     size: int = 0
     # parameters whose gradient the running backward has not computed yet
     missing: set[str] = field(default_factory=set)
@@ -71,7 +71,9 @@ class GradientSum:
         self.parameters = dict(parameters)
         place = {name: index for index, name in enumerate(order)}
         names = sorted(self.parameters, key=lambda name: place.get(name, -1), reverse=True)
-        self.buckets = _filled(self.parameters, names, bucket_bytes)
+        self.buckets = filled(self.parameters, names, bucket_bytes)
+        for bucket in self.buckets:
+            bucket.size += len(bucket.names)
         self._of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self._next = 0
 
@@ -144,10 +146,12 @@ class GradientSum:
         self._next = 0
 
 
-def _filled(parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket_bytes: int) -> list[_Bucket]:
+def filled(
+    parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket_bytes: int = BUCKET_BYTES
+) -> list[Bucket]:
     """Return buckets of one dtype and device each, no larger than ``bucket_bytes`` unless one parameter is."""
-    buckets: list[_Bucket] = []
-    open_: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    buckets: list[Bucket] = []
+    open_: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     for name in names:
         parameter = parameters[name]
         kind = parameter.dtype, parameter.device
@@ -155,13 +159,11 @@ def _filled(parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket
         needed = -(-parameter.numel() // step) * step
         bucket = open_.get(kind)
         if bucket is None or (bucket.size + needed) * parameter.element_size() > bucket_bytes:
-            bucket = open_[kind] = _Bucket()
+            bucket = open_[kind] = Bucket()
             buckets.append(bucket)
         bucket.names.append(name)
         bucket.places[name] = bucket.size
         bucket.size += needed
-    for bucket in buckets:
-        bucket.size += len(bucket.names)
     return buckets
 
 

@@ -24,6 +24,7 @@ from autopipe.runtime.step.gradients import GradientFinisher
 from autopipe.runtime.step.losses import LossCollector
 from autopipe.runtime.step.replicas import ReplicaSync
 from autopipe.runtime.step.scaler import LossScaler
+from autopipe.runtime.step.sharding import OptimizerShard
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.training_state.stage import Training
 
@@ -42,6 +43,8 @@ class Stepper:
     gradients: GradientFinisher
     loss: LossCollector
     reporter: Reporter
+    # of the replicated stages whose optimizer state is divided
+    shards: Mapping[int, OptimizerShard] = field(default_factory=dict)
     # with the policy "skip": the buffers to restore after a step that is not finite
     finite_buffers: Mapping[int, FiniteBuffers] = field(default_factory=dict)
     # calls the user's ``after_step``
@@ -72,10 +75,14 @@ class Stepper:
         """Return the parameters that this stage steps: all of its own, without its copies of tied ones."""
         return self.ties.owned(stage)
 
+    def stepped(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the parameters that this rank steps for a stage: all that the stage owns, or its shard of them."""
+        return self.shards[stage].own if stage in self.shards else self.owned(stage)
+
     def training(self, stage: int) -> Training | None:
         """Return the optimizer and scheduler of a stage with its parameters. None: the stage trains nothing."""
         optimizer = self.optimizers[stage]
-        return None if optimizer is None else Training(self.owned(stage), optimizer, self.schedulers[stage])
+        return None if optimizer is None else Training(self.stepped(stage), optimizer, self.schedulers[stage])
 
     def overlapping(self, stage: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for the last backward of a minibatch, which sends gradients as they arrive."""
@@ -151,6 +158,9 @@ class Stepper:
         optimizer = self.optimizers[stage]
         if optimizer is not None and not self._skip:
             optimizer.step()
+        if stage in self.shards and not self._skip:
+            self.reporter.at(f"{stage}S", waiting=True)
+            self.shards[stage].exchange()
         for parameter in self.parameters(stage).values():
             parameter.grad = None
 

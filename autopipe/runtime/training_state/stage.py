@@ -44,12 +44,14 @@ class Training:
         """Describe what the hooks have built, before the first step. Raises: RunError as ``state`` does."""
         return _described(self, "", values=False).tree
 
-    def state(self, stage: int, initial: Mapping[str, Node]) -> tuple[StageState, dict[str, torch.Tensor]]:
+    def state(self, place: str, initial: Mapping[str, Node]) -> tuple[StageState, dict[str, torch.Tensor]]:
         """Return the state for a checkpoint, and the tensors that it names.
+
+        ``place`` of the stage is added to the names of tensors that belong to no parameter.
 
         Raises: RunError naming the first value that a checkpoint cannot hold.
         """
-        described = _described(self, f"@{stage}", values=True)
+        described = _described(self, f"@{place}", values=True)
         return StageState(tuple(self.owned), described.tree, dict(initial)), described.tensors
 
 

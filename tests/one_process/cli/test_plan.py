@@ -104,6 +104,25 @@ def test_replicas_are_planned_if_they_are_faster_and_not_excluded(run):
     assert replicas == [[4], [4], [1, 1, 1, 1]]
 
 
+def test_replicas_divide_the_optimizer_state_where_memory_is_short(run):
+    # 8 MiB of weights, as much of gradients, and 160 MiB of optimizer state
+    heavy = dataclasses.replace(stored_profile(), optimizer_bytes_per_byte=20.0)
+    artifact.save(heavy, Path(".autopipe/profile.json"))
+    words = ("--gpus", "4", "--link", "10GB/s", "--schedule", "1f1b", "--json")
+    plans = {}
+    for memory, setting in (("8GiB", "auto"), ("120MiB", "auto"), ("120MiB", "never")):
+        shown = document(run(*words, "--gpu-memory", memory, "--shard-optimizer", setting))
+        plan = artifact.load(Plan, Path(".autopipe/plan.json"), renew="")
+        divided = any("divide its optimizer state, which takes up to 100 MiB less" in note for note in plan.notes)
+        plans[memory, setting] = [stage["replicas"] for stage in shown["stages"]], divided
+        assert plan.shard_optimizer == divided
+    assert plans["8GiB", "auto"] == ([4], False)
+    assert plans["120MiB", "auto"] == ([4], True)
+    replicas, divided = plans["120MiB", "never"]
+    assert not divided
+    assert len(replicas) > 1
+
+
 def test_replicas_that_average_statistics_must_be_requested(run):
     profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
     nodes = tuple(

@@ -1,5 +1,6 @@
 """Replicated stages, both objectives, memory, recompute, unequal devices and links, compared with brute force."""
 
+import dataclasses
 import itertools
 import math
 
@@ -89,6 +90,7 @@ class ByHand:
             "weights": sum(size[n] for n in mine) + sum(graph.buffers[b].num_bytes(self.sizes) for b in buffers),
             "gradients": sum(size[n] for n in trained),
             "optimizer": self.profile.optimizer_bytes_per_byte * sum(size[n] for n in stepped),
+            "largest": self.profile.optimizer_bytes_per_byte * max((size[n] for n in stepped), default=0),
             "workspace": most_workspace(nodes, costs),
             "block": block_by_hand(self.profile, 4, start, stop),
             "tied": sum(size[n] for n in tied),
@@ -110,7 +112,11 @@ class ByHand:
         versions = {"2bw": 2, "pipedream": 1 + math.ceil((owned - 1) * r * w / m)}.get(schedule, 1)
         speed = min(cluster.device(k).speed for k in range(a, a + r))
         memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
-        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + owned * x["kept"]
+        optimizer = x["optimizer"]
+        if options.sharded:
+            whole, largest = math.ceil(optimizer), math.ceil(x["largest"])
+            optimizer = min(whole, math.ceil(whole / (r * w)) + largest)
+        fixed = versions * x["weights"] + x["gradients"] + optimizer + owned * x["kept"]
         crossing, unit, again, last_unit = x["block"]
         by_mode = {
             "never": (0.0, x["workspace"] + owned * x["saved"]),
@@ -137,7 +143,7 @@ class ByHand:
         if w > 1:
             bandwidth, latency = narrowest(cluster, 0, self.options.num_ranks - 1)
             ring += 2 * (w - 1) / w * x["gradients"] / bandwidth + 2 * (w - 1) * latency
-        return t / (r * w) + (ring + tied) / m
+        return t / (r * w) + (ring * (1 + options.sharded) + tied) / m
 
     def best(self, equal):
         """Return the least objective over all cuts and replica counts."""
@@ -166,8 +172,11 @@ class ByHand:
         return best
 
 
-def check(seed):
+def check(seed, *, sharded=False, state=None):
+    """Return the objective of the planner and of brute force, and the plan. ``state``: optimizer bytes per byte."""
     profile, cluster, options = replicated_case(seed)
+    options = dataclasses.replace(options, sharded=sharded)
+    profile = profile if state is None else dataclasses.replace(profile, optimizer_bytes_per_byte=state)
     equal = len(set(cluster.devices)) == 1 and len([x for x in cluster.levels if x.count > 1]) <= 1
     expected = ByHand(profile, cluster, options).best(equal)
     m = options.num_microbatches
@@ -180,7 +189,7 @@ def check(seed):
     owned = [
         sum(profile.graph.parameters[n].num_bytes({}) for n, k in users.items() if k == s.index) for s in plan.stages
     ]
-    speeds = [min(cluster.device(rank).speed for rank in s.ranks) for s in plan.stages]
+    speeds = [min(cluster.device(rank).speed for rank in s.ranks) * plan.sharing(s) for s in plan.stages]
     step = max(size / speed for size, speed in zip(owned, speeds, strict=True)) * profile.optimizer_seconds_per_byte
     if options.schedule in FLUSHES:
         return plan.predicted.step_seconds - step, expected, plan
@@ -198,6 +207,17 @@ def test_no_replicated_plan_is_better_than_the_planners(block):
             for stage in plan.stages:
                 limits = [cluster.device(rank).memory_bytes for rank in stage.ranks]
                 assert not any(limits) or stage.peak_bytes <= min(limits) + 1
+
+
+def test_no_plan_with_a_divided_optimizer_state_is_better_than_the_planners():
+    gains = 0
+    for seed in range(300):
+        actual, expected, plan = check(seed, sharded=True, state=6.0)
+        assert actual == pytest.approx(expected, rel=1e-8), seed
+        if plan is not None and any(stage.replicas > 1 for stage in plan.stages):
+            assert plan.shard_optimizer
+            gains += actual < check(seed, state=6.0)[0] * (1 - 1e-6)
+    assert gains >= 5
 
 
 def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():

@@ -22,11 +22,11 @@ from autopipe.planning import make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.byte_sums import ByteSums
-from autopipe.planning.cost.memory import in_flight_of_interleaved
+from autopipe.planning.cost.memory import even_share, in_flight_of_interleaved
 from autopipe.planning.search import replicated, solver
 from autopipe.schedules import make
 
-TERMS = ("weights", "gradients", "stepped", "optimizer", "saved", "kept", "between", "workspace")
+TERMS = ("weights", "gradients", "stepped", "optimizer", "largest", "saved", "kept", "between", "workspace")
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,6 +92,9 @@ def searched_bytes(problem, plan):
         saved_in_flight = 1 if stage.recompute == "stage" else in_flight
         if mode_of(problem, stage) == "block":
             fixed, saved = (arrays.tables[k][i, j] for k in (solver.BLOCK_STATE, solver.CROSSING))
+        if problem.options.sharded:
+            optimizer, largest = (arrays.tables[k][i, j] for k in (solver.OPTIMIZER, solver.LARGEST))
+            fixed -= max(optimizer - even_share(optimizer, largest, stage.replicas), 0)
         peaks.append(solver.peak_bytes(weights, versions, fixed, kept, in_flight, saved, saved_in_flight))
     return peaks
 
@@ -127,7 +130,12 @@ def with_limits(cluster, limits):
     return dataclasses.replace(cluster, devices=devices if len(set(devices)) > 1 else devices[:1])
 
 
-@pytest.mark.parametrize("case", [straight_case, replicated_case])
+def sharded_case(seed):
+    profile, cluster, options = replicated_case(seed)
+    return profile, cluster, dataclasses.replace(options, sharded=True)
+
+
+@pytest.mark.parametrize("case", [straight_case, replicated_case, sharded_case])
 def test_the_search_and_the_plan_have_the_same_bytes(case):
     planned = 0
     for seed in range(300):
@@ -142,7 +150,7 @@ def test_the_search_and_the_plan_have_the_same_bytes(case):
     assert planned > 150
 
 
-@pytest.mark.parametrize("case", [straight_case, replicated_case])
+@pytest.mark.parametrize("case", [straight_case, replicated_case, sharded_case])
 def test_exactly_the_bytes_of_a_plan_are_enough_and_one_less_is_not(case):
     tried = refused = 0
     for seed in range(120):
