@@ -54,6 +54,27 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
+# ranks are killed when they read a minibatch, each once, as soon as the run has a checkpoint
+KILLS = """
+import multiprocessing
+import os
+import pathlib
+import select
+import signal
+
+kills = %(kills)r  # minibatch -> rank
+undisturbed_data = data
+def data(batch_size=24):
+    here = pathlib.Path(__file__).parent
+    for step, item in enumerate(undisturbed_data(batch_size)):
+        mark = here / f"killed at {step}"
+        if multiprocessing.current_process().name == f"rank {kills.get(step)}" and not mark.exists():
+            while not (here / "run" / "checkpoints" / "latest").exists():
+                select.select([], [], [], 0.01)
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield item
+"""
 
 
 def write_model(folder: Path, *, steps: int = 1_000_000, bad: int = -1, nan: int = -1) -> None:
@@ -66,6 +87,11 @@ def training(ranks: int = 2, *, steps: int, run: str = "run", schedule: str = "1
     words = ["train", "model.py", "--gpus", str(ranks), "--device", "cpu", "--batch-size", "8"]
     words += ["--microbatch-sizes", "2", "--num-microbatches", "4", "--schedule", schedule]
     return [*words, "--run-dir", run, "--steps", str(steps)]
+
+
+def kill_ranks(model: Path, kills: dict[int, int]) -> None:
+    """Let ranks of ``--run-dir run`` be killed while they train a model file. ``kills``: minibatch -> rank."""
+    model.write_text(model.read_text() + KILLS % {"kills": kills})
 
 
 class Commands:

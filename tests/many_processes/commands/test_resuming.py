@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+from support.commands import Commands, assert_gone, descendants, kill_ranks, training, wait_for_steps, write_model
 
 
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
@@ -83,33 +83,24 @@ def test_a_second_ctrl_c_ends_the_run_immediately(commands: Commands, tmp_path: 
 
 
 def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Commands, tmp_path: Path) -> None:
-    words = training(steps=240)
-    process = commands.start(*words, "--checkpoint-every", "5", "--max-restarts", "2", "--json")
-    for number, victim in enumerate((1, 0)):
-        ranks = wait_for_steps(tmp_path / "run", process, count=12 + 40 * number)
-        ranks[victim].kill()
-        assert_gone(ranks[victim : victim + 1])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    kill_ranks(tmp_path / "model.py", {12: 1, 21: 0})
+    out, err = commands.run(*training(steps=30), "--checkpoint-every", "5", "--max-restarts", "2", "--json")
     document = json.loads(out)
     assert [restart["number"] for restart in document["restarts"]] == [1, 2]
     assert [restart["rank"] for restart in document["restarts"]] == [1, 0]
     assert all("SIGKILL" in restart["what"] and restart["from_step"] % 5 == 0 for restart in document["restarts"])
     assert "restart 1 of 2, from the checkpoint of step" in err
-    assert len(document["losses"]) == document["step"] == 240
+    assert len(document["losses"]) == document["step"] == 30
     assert leftovers(tmp_path / "run") == []
-    assert_undisturbed(commands, "run", 240)
+    assert_undisturbed(commands, "run", 30)
 
 
 def test_an_elastic_run_continues_with_the_remaining_ranks(commands: Commands, tmp_path: Path) -> None:
-    process = commands.start(*training(3, steps=200), "--checkpoint-every", "5", "--elastic", "--json")
-    wait_for_steps(tmp_path / "run", process, count=12)[2].kill()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    document = json.loads(out)
+    kill_ranks(tmp_path / "model.py", {12: 2})
+    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", "--elastic")
     assert [restart["ranks"] for restart in document["restarts"]] == [2]
-    assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 200)
-    assert_undisturbed(commands, "run", 200)
+    assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 30)
+    assert_undisturbed(commands, "run", 30)
 
 
 def test_the_same_failure_without_progress_is_not_tried_a_third_time(commands: Commands, tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, training, wait_for_steps, write_model
+from support.commands import Commands, kill_ranks, training, write_model
 
 HOOKS = """
 
@@ -80,10 +79,8 @@ def test_an_elastic_run_keeps_its_optimizer_state(commands: Commands, tmp_path: 
     write_model(tmp_path)
     path = tmp_path / "model.py"
     path.write_text(path.read_text() + HOOKS)
-    process = commands.start(*training(3, steps=300), "--checkpoint-every", "5", "--elastic", "--json")
-    wait_for_steps(tmp_path / "run", process, count=12)[1].kill()
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert [restart["ranks"] for restart in json.loads(out)["restarts"]] == [2]
-    commands.run(*training(3, steps=300, run="whole"))
+    kill_ranks(path, {12: 1})
+    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", "--elastic")
+    assert [restart["ranks"] for restart in document["restarts"]] == [2]
+    commands.run(*training(3, steps=30, run="whole"))
     assert_same(commands, "whole", "run")
