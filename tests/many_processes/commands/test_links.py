@@ -15,7 +15,7 @@ from support.commands import Commands, assert_gone, descendants
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.calibration import link_ranks as measuring
-from autopipe.commands.calibration import runtime_overhead
+from autopipe.commands.calibration import probe_models, runtime_overhead
 from autopipe.commands.calibration.link_ranks import THROUGH_HOST, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
@@ -113,7 +113,9 @@ def test_the_bandwidth_is_that_of_the_difference_of_two_messages():
 
 
 def test_doctor_measures_and_keeps_the_links(folder, monkeypatch):
-    monkeypatch.setattr(runtime_overhead, "ROUNDS", 1)  # for the figures, not for their accuracy
+    # for the figures, not for their accuracy
+    monkeypatch.setattr(runtime_overhead, "ROUNDS", 1)
+    monkeypatch.setattr(probe_models, "STEPS", runtime_overhead.FEWER_STEPS)
     done = CliRunner().invoke(autopipe, ["doctor", "--links", "--json"])
     document = json.loads(done.stdout)
     links = artifact.load(Links, Path(".autopipe/links.json"), renew="")
