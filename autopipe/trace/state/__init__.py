@@ -7,7 +7,9 @@ the model owns changes the computation later, after the capture was verified::
     reach         what those functions reach by name, in their closures and classes; ``bytecode`` reads their names
     snapshot      what changed with every run: attributes, globals, closures, containers, arrays, generators; with
                   ``fingerprints`` of the values at its ``places`` and of ``arrays``; ``kinds`` of values hold state
-    source        where those functions write and read it, including branches that were not taken; with ``syntax``
+    files         files that a run reads as an earlier one left them, and changes
+    source        where those functions write and read it, including branches that were not taken; with ``syntax``, and
+                  ``feeds``: where a value that is read goes
     probe         whether the loss changes with the ``values`` of ``later`` steps, where the source does not show who
                   reads them. ``watched`` integers note what they are compared with. The runs are in ``isolation`` from
                   files, output and large amounts of memory. ``writer`` finds the line that changes the state

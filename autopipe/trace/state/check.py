@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import types
 from collections.abc import Iterable, Iterator
@@ -18,12 +19,13 @@ from autopipe import draws
 from autopipe.errors import TraceError
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.files import watched_files
 from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS
 from autopipe.trace.state.later import changed_entries, keeps_a_part
-from autopipe.trace.state.observe import Ran, is_package, observed
+from autopipe.trace.state.observe import Ran, is_package, observed, refuse_seed
 from autopipe.trace.state.places import Unusable, put, value_at
 from autopipe.trace.state.probe import Probe
-from autopipe.trace.state.reach import module_name, modules, named, reached
+from autopipe.trace.state.reach import between_forwards, module_name, modules, named, reached
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.source import WHOLE, Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
 from autopipe.trace.state.writer import writing_line
@@ -61,9 +63,12 @@ def refuse_changing_state(
     with look.restored(compared=True) as before:
         try:
             second, last = look.run_until_filled(before)
+        except TraceError:
+            raise
         except Exception:  # the recording reports a model that fails
             return ()
         look.refuse_changes(second, last)
+        look.refuse_hooks(last)
         look.refuse_data(last, data or {})
     return tuple(look.notes)
 
@@ -80,6 +85,8 @@ class Look:
     has_generator: bool = False  # they can reach a torch generator other than the global one
     notes: list[str] = field(default_factory=list)  # messages for the user
     _accesses: list[tuple[Reader, Access]] | None = None
+    _files: dict[str, str] = field(default_factory=dict)  # that every run changes and reads, with the changing line
+    _loss: Tensor | None = None  # of the last run
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
 
     def snapshot(self) -> Snapshot:
@@ -127,15 +134,18 @@ class Look:
         def meet(ran: Ran) -> None:
             met.extend(reached(ran), before)
 
-        observed(lambda: self.run(self.item), self.ran, meet)
+        with watched_files() as files:
+            observed(lambda: self.run(self.item), self.ran, meet, refuse_seed)
         last = self.snapshot()
-        if not last.changed_since(before, met):
+        if not last.changed_since(before, met) and not files.carried():
             return last, last
         for _ in range(2):
-            self.run(self.item)
+            with watched_files() as files:
+                self._loss = self.run(self.item)
             second, last = last, self.snapshot()
-            if not last.changed_since(second):
+            if not last.changed_since(second) and not files.carried():
                 return last, last
+        self._files = files.carried()
         return second, last
 
     def run(self, item: Item) -> Tensor:
@@ -161,6 +171,14 @@ class Look:
         """Refuse state that changes between runs of the same batch, weights and random numbers, and is read."""
         if second is last:
             return
+        for path, line in self._files.items():
+            kind = "the folder" if Path(path).is_dir() else "the file"
+            raise TraceError(
+                f"{_FORWARD} changes {kind} {path}, and reads what an earlier call left there: "
+                "the model is not one fixed graph",
+                where=line,
+                remedy=f"{_KEEP}; for a log, write without reading",
+            )
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
         unknown = []  # places that the source does not show a read of
         for place in changed:
@@ -182,7 +200,8 @@ class Look:
         is_known = isinstance(owner, (*GENERATORS, *ITERATORS)) and not isinstance(owner, _COPIED)
         if all(is_package(use.where) for use in uses) and not is_known:
             return False
-        kind = "the generator " if isinstance(owner, GENERATORS) or hasattr(owner, "__next__") else ""
+        is_drawn = isinstance(owner, GENERATORS) or (hasattr(owner, "__next__") and not isinstance(owner, io.IOBase))
+        kind = "the generator " if is_drawn else ""
         uses = [use for use in uses if use.feeds is None or self._is_read(use.feeds, last)]
         return self._refuse(_FORWARD, f"{kind}{last.names[place]}", uses, [], _DRAW if kind else _KEEP)
 
@@ -232,7 +251,7 @@ class Look:
             loss: Tensor = observed(lambda: self.run(self.item), self.ran, lambda ran: last.extend(named(ran)))
             return loss
 
-        probe = Probe(run, self.model, last, self.snapshot, constants(self.ran), changed)
+        probe = Probe(run, self.model, last, self.snapshot, constants(self.ran), changed, self._loss)
         place = probe.affecting(places, second)
         if place is None:
             if probe.unknown:
@@ -320,6 +339,19 @@ class Look:
                         self._refuse(_DATA, self._name(key, last), [access], [read], _INPUT)
                 if changes_model and access.changes_model.endswith("()"):
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
+
+    def refuse_hooks(self, last: Snapshot) -> None:
+        """Refuse a function between two forward passes that writes state that a forward or loss reads."""
+        known = {owner_key(owner) for owner in last.owners.values()}
+        for who, ran in between_forwards(self.model, self.hooks, self.ran):
+            for function in ran.functions or ():
+                last.functions.setdefault(ran.code, function)
+            for reader in readers({ran.code: ran}, last):
+                for access in reader.accesses():
+                    for key in access.places if access.kind != "read" else ():
+                        read = self._really_read(key, last, set()) if key[0] in known else None
+                        if read is not None:
+                            self._refuse(who, self._name(key, last), [access], [read], _INPUT)
 
     def _parts(self, last: Snapshot) -> set[int]:
         """Return the ids of the parts of the model, and of other instances of its class that a global may hold."""

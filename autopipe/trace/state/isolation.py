@@ -82,14 +82,14 @@ def _without_effects() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for owner in (builtins, io):
-            stack.enter_context(_replaced(owner, "open", _open_to_read))
-        stack.enter_context(_replaced(os, "open", _descriptor_to_read))
-        stack.enter_context(_replaced(subprocess.Popen, "__init__", _start_nothing))
+            stack.enter_context(replaced(owner, "open", _open_to_read))
+        stack.enter_context(replaced(os, "open", _descriptor_to_read))
+        stack.enter_context(replaced(subprocess.Popen, "__init__", _start_nothing))
         for owner, name in _CHANGES:
-            stack.enter_context(_replaced(owner, name, _nothing))
+            stack.enter_context(replaced(owner, name, _nothing))
         for name in _ENDS:
-            stack.enter_context(_replaced(os, name, _end))
-        stack.enter_context(_replaced(logging.Logger, "handle", _nothing))
+            stack.enter_context(replaced(os, name, _end))
+        stack.enter_context(replaced(logging.Logger, "handle", _nothing))
         yield
 
 
@@ -112,7 +112,7 @@ class _Muted:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
     """Replace a function of a module or class for this thread, until the block ends."""
     before, thread = getattr(owner, name), threading.get_ident()
 
@@ -236,4 +236,4 @@ def _interrupt_line(frame: types.FrameType, event: str, _: Any) -> Any:
     raise OutOfTime
 
 
-__all__ = ["OutOfTime", "isolated"]
+__all__ = ["OutOfTime", "isolated", "replaced"]

@@ -10,16 +10,21 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autopipe.trace.explain import is_users
+from autopipe.errors import TraceError
+from autopipe.trace.explain import here, is_users
 from autopipe.trace.state import bytecode
 
 _MOST_FRAMES = 32  # calls of one function whose arguments are kept
 _LIBRARY = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("purelib", "platlib"))
+
+_SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"))
+_RANDOM = (f"torch{os.sep}random.py", f"torch{os.sep}cuda{os.sep}random.py")
+_WRAPPING = (*_RANDOM, f"torch{os.sep}_compile.py", f"torch{os.sep}_dynamo{os.sep}eval_frame.py")
 
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of installed packages in any place: of the system, of the user's account or on ``PYTHONPATH``."""
@@ -81,12 +86,15 @@ class Ran:
 
 
 def observed(
-    call: Callable[[], Any], into: dict[types.CodeType, Ran], first: Callable[[Ran], None] = lambda ran: None
+    call: Callable[[], Any],
+    into: dict[types.CodeType, Ran],
+    first: Callable[[Ran], None] = lambda ran: None,
+    seeding: Callable[[], None] = lambda: None,
 ) -> Any:
     """Call a function and record every user function that runs in it.
 
     ``first``: called with each of those functions just before its first run, and before its first run with an object of
-    another class, or with other objects in its closure.
+    another class, or with other objects in its closure. ``seeding``: called when one of them seeds torch's generator.
     """
     files: dict[str, bool] = {}
 
@@ -100,6 +108,8 @@ def observed(
             if name not in files:
                 files[name] = is_users_file(name)
             if not files[name]:
+                if code.co_name in _SEEDING and name.endswith(_RANDOM) and is_users_file(_caller(frame)):
+                    seeding()
                 return
             ran = into[code] = Ran(code, frame.f_globals, is_inner=bool(code.co_freevars) and _is_inner(frame))
             ran.keep(frame.f_locals)
@@ -113,6 +123,24 @@ def observed(
         return call()
     finally:
         sys.setprofile(before)
+
+
+def refuse_seed() -> NoReturn:
+    """Raise the TraceError for a forward or loss that seeds torch's generator."""
+    raise TraceError(
+        "the forward or the loss seeds torch's random numbers: a run seeds every operation by its place, so the call "
+        "has no effect",
+        where=here(),
+        remedy="remove the call; register random numbers that are equal in every step as a buffer",
+    )
+
+
+def _caller(frame: types.FrameType) -> str:
+    """Return the file of the function that called this one of torch, through its wrappers."""
+    outer: types.FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.endswith(_WRAPPING):
+        outer = outer.f_back
+    return outer.f_code.co_filename if outer is not None else "<none>"
 
 
 def _is_inner(frame: types.FrameType) -> bool:

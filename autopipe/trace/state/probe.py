@@ -3,7 +3,7 @@
 A counter of an installed package may be read through a helper object, a local name or a property. Forward and loss run
 with other values in its place: the next value, later values, and those that they compare it with. State that only a log
 or a progress bar reads does not change the loss, whatever its value is. All runs begin with the same weights, buffers
-and random numbers. Three runs in a row show what has no later value to try, such as a text or a counter in C.
+and random numbers. Runs in a row show what has no later value to try, such as a text or a counter in C.
 
 A run with a later value may change places that no run before it changed: an epoch begins, a phase is entered. Their
 later values are tried in the same way, from the state that this run left.
@@ -31,6 +31,7 @@ from autopipe.trace.state.writer import writing_line
 
 _MOST_PLACES = 4096  # places whose values are replaced
 _IN_A_ROW = 3  # runs, each of which begins with the state that the one before it left
+_MOST_IN_A_ROW = 32  # such runs, if they take less than _SECONDS together
 _SLOWER = 10  # times the time of a run, and seconds more, after which a run with another value is given up
 _SECONDS = 1.0
 _MOST_FAILING = 4  # places where the last value is searched for that does not fail
@@ -49,6 +50,7 @@ class Probe:
     look: Callable[[], Snapshot]  # takes a snapshot of the present state
     constants: Sequence[int] = ()  # numbers in the code that ran
     known: set[Place] = field(default_factory=set)  # places that change, and are tried or need not be
+    before: Tensor | None = None  # the loss of the run before, which may have begun with other buffers
     is_repeatable: bool = True  # whether two runs from the same state have the same result
     _wanted: tuple[Any, ...] = ()
     _iterators: list[Iterating] = field(default_factory=list)
@@ -85,7 +87,9 @@ class Probe:
             self.is_repeatable = self._outcome([]) == self._wanted
         if failed:
             return None  # the model fails at its next step, in training too
-        if not self.is_repeatable:
+        if not self.is_repeatable or (
+            self.before is not None and not self._fixed.has_buffers() and self._result(self.before) != self._wanted
+        ):
             return first
         self._deadline = self._deadline or time.monotonic() + self._seconds * _MOST_RUNS + _MOST_SECONDS
         return self._try(tried) or self._try_before_failures() or (first if self._differs_in_a_row() else None)
@@ -225,11 +229,14 @@ class Probe:
         with _failures(), self._restored():
             for iterator in self._iterators:
                 iterator.renew()
-            for _ in range(_IN_A_ROW):
-                with self._isolated():
+            start = time.monotonic()
+            for index in range(_MOST_IN_A_ROW):
+                with self._isolated(index >= _IN_A_ROW):
                     loss = self.run()
                 differs = differs or self._result(loss) != self._wanted
                 self._fixed.restore()
+                if differs or (index >= _IN_A_ROW and time.monotonic() > start + _SECONDS):
+                    break
         return differs
 
     @contextlib.contextmanager
@@ -257,6 +264,10 @@ class _Fixed:
         buffers = {id(buffer): buffer for _, registry in self._registries for buffer in registry.values()}
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers.values() if buffer is not None]
         self._draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def has_buffers(self) -> bool:
+        """Return whether there are buffers that a run may change."""
+        return bool(self._buffers)
 
     def restore(self) -> None:
         """Restore everything."""

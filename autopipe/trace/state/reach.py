@@ -6,14 +6,18 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
+from torch import nn
 
 from autopipe.trace.state import bytecode
 from autopipe.trace.state.kinds import is_users_module
 from autopipe.trace.state.observe import Ran, is_own_file, is_package
 from autopipe.trace.state.snapshot import Names
 
+_BACKWARD = "a hook of the backward pass"
 _NAMESPACES = (types.ModuleType, type)
 _ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
@@ -37,6 +41,43 @@ def named(ran: Ran) -> Iterator[tuple[str, Any]]:
     yield from ((function.__name__, function) for function in _rebinding(ran))
     classes = dict.fromkeys(base for kind in ran.classes for base in (*kind.__mro__, *type.mro(type(kind))))
     yield from ((kind.__name__, kind) for kind in classes if is_users_module(kind.__module__))
+
+
+def between_forwards(
+    model: nn.Module, hooks: dict[str, Any], ran: Iterable[types.CodeType]
+) -> Iterator[tuple[str, Ran]]:
+    """Yield the user's functions that run between two forward passes, with what runs them.
+
+    These are hooks of gradients and of the backward pass, custom backward functions, and the hooks ``after_step``,
+    ``optimizer`` and ``scheduler`` with the functions that they define. ``ran``: what ran in the forward pass.
+    """
+    functions: list[tuple[str, Any, Any]] = []  # what runs it, the function, its first argument
+    for parameter in model.parameters():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            functions += ((_BACKWARD, one, parameter) for one in (getattr(parameter, name, None) or {}).values())
+    for module in model.modules():
+        registered = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        functions += ((_BACKWARD, one, module) for one in registered)
+    custom = {code for code in ran if code.co_name == "forward"}
+    for kind in torch.autograd.Function.__subclasses__() if custom else ():
+        if getattr(getattr(kind, "forward", None), "__code__", None) in custom:
+            functions.append((_BACKWARD, getattr(kind, "backward", None), None))
+    functions += ((f"the {name} hook", hooks.get(name), None) for name in ("after_step", "optimizer", "scheduler"))
+    for who, function, first in functions:
+        inner = getattr(function, "__func__", function)
+        if isinstance(inner, types.FunctionType) and is_own_file(inner.__code__.co_filename):
+            names = inner.__code__.co_varnames[: inner.__code__.co_argcount]
+            values = [getattr(function, "__self__", None)] if inner is not function else []
+            known = dict(zip(names, [[value] for value in (*values, first) if value is not None], strict=False))
+            yield who, Ran(inner.__code__, inner.__globals__, known, functions=[inner])
+            yield from ((who, Ran(code, inner.__globals__)) for code in _defined_in(inner.__code__))
+
+
+def _defined_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _defined_in(constant)
 
 
 def modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
@@ -115,4 +156,4 @@ def _rebinding(ran: Ran) -> list[types.FunctionType]:
     return ran.functions
 
 
-__all__ = ["module_name", "modules", "named", "reached"]
+__all__ = ["between_forwards", "module_name", "modules", "named", "reached"]

@@ -210,6 +210,8 @@ class Reader:
     def _access(self, node: ast.expr, above: tuple[ast.AST, ...]) -> Iterator[Access]:
         chain = links(node)
         statement = innermost(above)
+        if statement is None and isinstance(self.tree, ast.Lambda):
+            statement = ast.Return(self.tree.body)
         if statement is None:
             return
         where = self._where(node)

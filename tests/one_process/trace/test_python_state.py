@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models.state import ACCEPTED, BASE
 from support.models.state import REFUSED as COMMON
-from support.models.state_objects import DISCARDED, OBJECTS
+from support.models.state_objects import BETWEEN, DISCARDED, OBJECTS, QUIET, SEEDED
 from support.models.state_places import PLACES
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
@@ -18,8 +18,8 @@ from autopipe.errors import TraceError
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 
-REFUSED = {**COMMON, **PLACES, **OBJECTS}
-HARMLESS = {**ACCEPTED, **DISCARDED}
+REFUSED = {**COMMON, **PLACES, **OBJECTS, **BETWEEN}
+HARMLESS = {**ACCEPTED, **DISCARDED, **QUIET}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,6 +51,14 @@ def test_state_that_is_unread_or_constant_trains_as_in_a_plain_loop(name: str, t
     _, model, _ = plain(path, items, 3)
     for key, value in model.named_parameters():
         assert torch.equal(ours[key], value), key
+
+
+@pytest.mark.parametrize("name", list(SEEDED))
+def test_a_seed_in_forward_or_loss_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    workload = load_workload(LoadOptions(str(written(SEEDED[name], tmp_path))))
+    with pytest.raises(TraceError, match="seeds torch's random numbers") as caught:
+        capture(workload)
+    assert "torch." in caught.value.where.partition(": ")[2]
 
 
 def test_a_capture_restores_the_content_of_arrays(tmp_path: Path) -> None:

@@ -104,3 +104,96 @@ DISCARDED = {
         "self.scales = {'w': 0.5}", "self.scales = pickle.loads(pickle.dumps(self.scales))\n        x = x * self.scales['w']"
     ),
 }  # fmt: skip
+
+FILES = """
+import os, pathlib
+FILE = pathlib.Path(__file__ + ".state")
+
+"""
+PHRASE_OF_FILES = "reads what an earlier call left there"
+BETWEEN = {
+    "a number in a file": (
+        late("FILE.write_text('0')", "k = int(FILE.read_text()) + 1; FILE.write_text(str(k))", "k > 200", FILES),
+        PHRASE_OF_FILES, "FILE.write_text(str(k))"),
+    "a number that torch saves": (
+        late("torch.save({'k': 0}, FILE)", "k = torch.load(FILE)['k'] + 1; torch.save({'k': k}, FILE)", "k > 200", FILES),
+        PHRASE_OF_FILES, "torch.save({'k': k}, FILE)"),
+    "the size of a file": (
+        late("FILE.write_text('')", "with FILE.open('a') as f: f.write('x')", "os.path.getsize(FILE) > 200", FILES),
+        PHRASE_OF_FILES, "with FILE.open('a') as f: f.write('x')"),
+    "the entries of a folder": (
+        late("os.makedirs(FILE)", "n = len(os.listdir(FILE)); os.mkdir(f'{FILE}/{n}')", "n > 200", FILES),
+        "the folder", "os.mkdir(f'{FILE}/{n}')"),
+    "a hook of a gradient that counts": (
+        net("self.k = 0; self.o.weight.register_hook(self.tick)", "x = x * 2 if self.k > 200 else x") + """
+    def tick(self, gradient):
+        self.k += 1
+""", "a hook of the backward pass changes model.k", "self.k += 1"),
+    "a hook in a lambda that counts": (
+        net("s = self.s = {'k': 0}; self.o.weight.register_hook(lambda g: s.update(k=s['k'] + 1))",
+            "x = x * 2 if self.s['k'] > 200 else x"),
+        "a hook of the backward pass changes model.s", "s.update(k="),
+    "a hook of a module's backward pass that counts": (
+        "def tick(module, inputs, outputs):\n    module.k += 1\n"
+        + net("self.k = 0; self.register_full_backward_hook(tick)", "x = x * 2 if self.k > 200 else x"),
+        "a hook of the backward pass changes model.k", "module.k += 1"),
+    "a backward of the user's own that counts": (
+        """
+class Scale(torch.autograd.Function):
+    k = 0
+    @staticmethod
+    def forward(ctx, x):
+        return x * (2.0 if Scale.k > 200 else 1.0)
+    @staticmethod
+    def backward(ctx, gradient):
+        Scale.k += 1
+        return gradient
+""" + net("pass", "pass", "y = Scale.apply(y)"), "a hook of the backward pass changes Scale.k", "Scale.k += 1"),
+    "the number of the step": (
+        "STEP = [0]\ndef after_step(named_parameters, step):\n    STEP[0] = step\n"
+        + net("pass", "x = x * 2 if STEP[0] > 200 else x"),
+        "the after_step hook changes STEP[0]", "STEP[0] = step"),
+    "the epoch of a scheduler": (
+        """
+EPOCH = [0]
+def scheduler(optimizer):
+    def factor(epoch):
+        EPOCH[0] = epoch
+        return 1.0
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+""" + net("pass", "x = x * 2 if EPOCH[0] > 200 else x"), "the scheduler hook changes EPOCH[0]", "EPOCH[0] = epoch"),
+    "a switch that the optimizer hook turns": (
+        "SCALE = [1.0]\n" + net("pass", "x = x * SCALE[0]") + """
+def optimizer(named_parameters):
+    SCALE[0] = 2.0
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+""", "the optimizer hook changes SCALE[0]", "SCALE[0] = 2.0"),
+}  # fmt: skip
+"""State in files, and state that is written between two forward passes."""
+
+SEEDED = {
+    "a seed in the forward": net("pass", "torch.manual_seed(0)\n        x = x + torch.randn_like(x)"),
+    "the state of a generator in the loss": loss("", "torch.set_rng_state(torch.get_rng_state())", "0.0"),
+}
+
+QUIET = {
+    "a line in a file": FILES + net("pass", "with FILE.open('a') as f: f.write('x')"),
+    "a table with a heading in a file": FILES + net(
+        "pass", "is_there = os.path.exists(FILE)\n        with open(FILE, 'a') as f: f.write('x' if is_there else 'heading')"
+    ),
+    "a file that is written before it is read": FILES + net(
+        "pass", "FILE.write_text('0.5')\n        x = x * float(FILE.read_text())"
+    ),
+    "a number that is written to a file once": FILES + net(
+        "pass", "if not os.path.exists(FILE): FILE.write_text('0.5')\n        x = x * float(FILE.read_text())"
+    ),
+    "gradients that are counted for the log": net("self.k = 0; self.o.weight.register_hook(self.tick)", "pass") + """
+    def tick(self, gradient):
+        self.k += 1
+""",
+    "a hook of the gradients that prints every tenth": "SEEN = []\n" + net(
+        "self.o.weight.register_post_accumulate_grad_hook(lambda p: SEEN.append(0))",
+        "if len(SEEN) % 10 == 9: print(len(SEEN))",
+    ),
+}  # fmt: skip
+"""Files and hooks that change nothing that a forward or loss reads."""
