@@ -56,7 +56,7 @@ def describe_device(device: torch.device, threads: int) -> Device:
 
 
 def release(device: torch.device) -> None:
-    """Return the memory of finished runs to a GPU, where ranks in other processes need it."""
+    """Return the memory of finished runs to a GPU, so that it counts as free, in one piece."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
