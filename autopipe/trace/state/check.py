@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from autopipe import draws
 from autopipe.errors import TraceError
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.bytecode import constants
 from autopipe.trace.state.files import watched_files
 from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS
 from autopipe.trace.state.later import changed_entries, keeps_a_part
@@ -32,7 +33,6 @@ from autopipe.trace.state.writer import writing_line
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
-_MOST_CONSTANTS = 16
 _ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
 _FORWARD, _DATA = "the forward or the loss", "the data hook"
@@ -251,7 +251,8 @@ class Look:
             loss: Tensor = observed(lambda: self.run(self.item), self.ran, lambda ran: last.extend(named(ran)))
             return loss
 
-        probe = Probe(run, self.model, last, self.snapshot, constants(self.ran), changed, self._loss)
+        numbers = constants(self.ran), constants(self.ran, of_math=True)
+        probe = Probe(run, self.model, last, self.snapshot, numbers, changed, self._loss)
         place = probe.affecting(places, second)
         if place is None:
             if probe.unknown:
@@ -370,12 +371,6 @@ class Look:
         raise TraceError(
             f"{who} changes {name}{also}: the model is not one fixed graph", where=where, remedy=f"{read}{remedy}"
         )
-
-
-def constants(ran: Iterable[types.CodeType]) -> list[int]:
-    """Return the whole numbers in the code of functions, from the smallest on."""
-    numbers = {number for code in ran for number in code.co_consts if type(number) is int and number > 1}
-    return sorted(numbers)[:_MOST_CONSTANTS]
 
 
 def _is_torchs(owner: Any) -> bool:

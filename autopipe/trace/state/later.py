@@ -32,6 +32,7 @@ from autopipe.trace.state.values import (
     later_numbers,
     later_texts,
     longer,
+    step_of,
     unused,
 )
 from autopipe.trace.state.watched import watched, watched_count
@@ -72,13 +73,17 @@ class Changing:
         middle = (int(last) + int(first)) // 2
         return None if middle in (int(last), int(first)) else next(cast(self.value, [middle]), None)
 
-    def watch(self, constants: Sequence[int]) -> None:
+    def watch(self, constants: Sequence[int], in_c: Sequence[Any] = ()) -> None:
         """Put a number in the place that notes what it is compared with.
 
-        ``constants``: numbers in the code, with which the length of a container or the number in a text is compared.
+        ``constants``: numbers in the code, with which the length of a container or the number in a text is compared;
+        ``in_c``: numbers with which a function of C may compare a number, which does not note it.
         """
         value = self.value.item() if isinstance(self.value, np.number) else self.value
         if type(value) in (int, float):
+            step = step_of(value, self.before)
+            near = (number for constant in in_c for number in (constant, constant - step))  # before and after the step
+            self.seen.extend(number for number in near if type(value) is float or type(number) is int)
             self.set(watched(value, self.seen))
         elif isinstance(value, (*CONTAINERS, str, bytes)):
             self.seen.extend(near for constant in constants for near in (constant, constant + 1))
@@ -120,7 +125,7 @@ class Iterating:
         ahead = sorted({(number - start) // step for number in self.seen}) if step else []
         return list(dict.fromkeys((*_DRAWS_AHEAD, *(n for n in ahead if 0 < n < AHEAD[-1]))))[:MOST_VALUES]
 
-    def watch(self, constants: Sequence[int]) -> None:
+    def watch(self, constants: Sequence[int], in_c: Sequence[Any] = ()) -> None:
         """Put an iterator in the places whose numbers note what they are compared with."""
         start, step = _start_and_step(self.iterator)
         if step and not self.is_shared:

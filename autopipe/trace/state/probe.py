@@ -48,7 +48,7 @@ class Probe:
     model: nn.Module
     last: Snapshot  # restored after each run
     look: Callable[[], Snapshot]  # takes a snapshot of the present state
-    constants: Sequence[int] = ()  # numbers in the code that ran
+    constants: tuple[Sequence[int], Sequence[Any]] = ((), ())  # numbers in the code; of them, those near C functions
     known: set[Place] = field(default_factory=set)  # places that change, and are tried or need not be
     before: Tensor | None = None  # the loss of the run before, which may have begun with other buffers
     is_repeatable: bool = True  # whether two runs from the same state have the same result
@@ -139,7 +139,7 @@ class Probe:
         """Run once with numbers that note what they are compared with."""
         with _failures(), self._restored():  # what was noted until a failure is of use
             for one in tried:
-                one.watch(self.constants)
+                one.watch(*self.constants)
             with self._isolated():
                 self.run()
 

@@ -33,7 +33,7 @@ def later_numbers(value: Any, before: Fingerprint, seen: list[Any]) -> Iterator[
         yield type(value)(not value)
         return
     now = value.item() if isinstance(value, np.generic) else value
-    step = _step(now, before)
+    step = step_of(now, before)
     later = []
     for many in AHEAD:
         try:
@@ -59,7 +59,7 @@ def cast(value: Any, candidates: list[Any]) -> Iterator[Any]:
             yield kept
 
 
-def _step(now: Any, before: Fingerprint) -> Any:
+def step_of(now: Any, before: Fingerprint) -> Any:
     """Return the change of a number since its earlier fingerprint, or 1 if that is unknown."""
     then = _decoded_number(before)
     if then is None:
@@ -155,5 +155,6 @@ __all__ = [
     "later_numbers",
     "later_texts",
     "longer",
+    "step_of",
     "unused",
 ]

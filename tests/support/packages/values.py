@@ -34,6 +34,18 @@ CHANGING_VALUES = {
     h.value += 1
     return 1 if int(h.value / 50) == 9 else 0
 """, ""), "util.scale()", "_ALL[0].value"),
+    "a float that a function of C compares": (hidden("0.0", """
+    h.value += 1.0
+    return 1 if math.isclose(h.value, 500.0) else 0
+""", "import math"), "util.scale()", "_ALL[0].value"),
+    "an integer that a function of C divides": (hidden("0", """
+    h.value += 1
+    return 1 if math.gcd(h.value, 499) > 1 else 0
+""", "import math"), "util.scale()", "_ALL[0].value"),
+    "a float that is rounded": (hidden("0.0", """
+    h.value += 0.25
+    return 1 if round(h.value) == 499 else 0
+""", ""), "util.scale()", "_ALL[0].value"),
     "window of a float": (hidden("0.0", """
     h.value += 0.001
     return 1 if 0.3 < h.value < 0.4 else 0
