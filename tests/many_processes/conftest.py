@@ -35,5 +35,5 @@ def commands(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command
         write_model(tmp_path)
     for name, text in (files or {}).items():
         (tmp_path / name).write_text(text)
-    with Commands(tmp_path) as commands:
+    with Commands(tmp_path, new=getattr(request.module, "NEW_PROCESSES", False)) as commands:
         yield commands

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 
 from .waiting import short_pause, under_load
+from .warm import reading
 from .warm.programs import AUTOPIPE, run_warm
 
+STARTED = str(Path(__file__).with_name("warm") / "started.py")
 MODEL = """
 import torch
 from torch import nn
@@ -97,18 +100,20 @@ def kill_ranks(model: Path, kills: dict[int, int]) -> None:
 class Commands:
     """Starts commands in a folder, and ends all of them with their ranks in ``end``.
 
-    ``temporary``: their folder for temporary files, whose path is short because it contains sockets.
+    ``new``: a started command reads its data in a new process, too. ``temporary``: their folder for temporary files,
+    whose path is short because it contains sockets.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, new: bool = False) -> None:
+        self.folder, self.new = folder, new
         self.temporary = Path(tempfile.mkdtemp(prefix="ap-"))
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command."""
+        command = [AUTOPIPE] if self.new else [sys.executable, STARTED, json.dumps(reading.command()), AUTOPIPE]
         process = subprocess.Popen(
-            [AUTOPIPE, *arguments],
+            [*command, *arguments],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

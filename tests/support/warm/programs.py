@@ -1,7 +1,7 @@
 """Commands and scripts that start immediately: a process that has imported torch forks for each of them.
 
 A new interpreter needs seconds to import torch. ``run_warm`` is for programs that a test only waits for; a program that
-a test interrupts or observes is started as by a user (``Commands.start``).
+a test interrupts or observes is a new interpreter (``Commands.start``).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 ``command`` is for tests with another subject, as ``run_warm`` is for commands: it replaces the command of the new
 process (``repeating.probe_command``). Its process asks a server to fork a process with its environment, folder and
 descriptors. The server has the hash seed that the process would have. The forked process is killed when the asking one
-ends. ``tests/many_processes/commands/test_repeating.py`` and every command that is started as by a user
-(``Commands.start``, scripts) test new processes.
+ends. ``tests/many_processes/commands/test_repeating.py``, the chaos tests and every script test new processes.
 """
 
 from __future__ import annotations
