@@ -1,4 +1,3 @@
-import io
 import re
 from inspect import getsourcelines
 
@@ -295,19 +294,20 @@ class OwnNorm(nn.Module):
         return (x - x.mean(1, keepdim=True)) * self.scale
 
 
-def test_an_evaluation_pass_stops_at_the_first_different_call():
-    passes = io.StringIO()  # a list would be restored between the runs
+def test_an_evaluation_pass_stops_at_the_first_different_call(tmp_path):
+    passes = tmp_path / "passes"  # a list or a stream would be restored between the runs
 
     def note(training):
-        passes.write("training " if training else "evaluation ")
+        with passes.open("a") as log:
+            log.write("training " if training else "evaluation ")
 
     work = Toy(lambda: nn.Sequential(*(OwnNorm(note) for _ in range(40))), lambda n, g: {"input": vectors(n, g)["x"]})
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
     assert re.match(r"eval mode traces differently: another call at \S*test_graph\.py:\d+$", captured.evaluation_note)
     runs = 1  # a complete pass observes Python state: it changes nothing
-    assert passes.getvalue().count("training") == 80 + 40 * runs
-    assert 0 < passes.getvalue().count("evaluation") < 20
+    assert passes.read_text().count("training") == 80 + 40 * runs
+    assert 0 < passes.read_text().count("evaluation") < 20
 
 
 class Telling(nn.Module):
