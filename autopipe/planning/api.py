@@ -173,7 +173,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     cuts = Cuts(profile.graph)
     if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
-    cuts = cuts_to_search(cuts, options.num_stages)
+    cuts = cuts_to_search(cuts, profile, options.num_stages)
     fixed = microbatch_count(options)
     if fixed is not None and fixed < options.replicas:
         raise PlanError(

@@ -14,6 +14,7 @@ from autopipe.ir.profile import Profile
 from autopipe.planning.api import solve_problem
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.alternatives import Score, most_scored, runners_up, whole_model_plans
+from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem
 from autopipe.units import in_bytes, in_seconds
 
@@ -80,7 +81,8 @@ def explain(
     fixed = dataclasses.replace(options, num_microbatches=plan.num_microbatches, microbatch_size=None)
     problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
     bound = lower_bound(problem)
-    others = runners_up(problem, plan, solve_problem)
+    searched = dataclasses.replace(problem, cuts=cuts_to_search(problem.cuts, profile, options.num_stages))
+    others = runners_up(searched, plan, solve_problem)
     if len(plan.stages) > 1:
         others += whole_model_plans([problem])
     gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
