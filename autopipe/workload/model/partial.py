@@ -32,7 +32,7 @@ _COUNTED = frozenset(
     | {"rand_like", "randn_like", "randint_like"}
 )
 # initializers that do nothing to a tensor on ``meta``, not even draw numbers
-_SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_")
+_SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
 _Form = tuple[tuple[int, ...], torch.dtype]  # of a parameter
 
 
@@ -152,9 +152,12 @@ class _Draws(TorchDispatchMode):
         """Run an operation."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
+        if not any(tensor.is_meta for tensor in tensors):
+            if torch.Tag.nondeterministic_seeded in func.tags and _on_meta(kwargs.get("device")):
+                # it would not advance the user's own generator, whose state is not compared
+                raise self._refusal(f"{name} makes a tensor on the device of a parameter that has no memory here")
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             if name not in _COUNTED or len(tensors) != 1 or kwargs.get("generator") is not None:
                 raise self._refusal(f"{name} may draw a different number of random numbers for other values")
@@ -169,3 +172,7 @@ class _Draws(TorchDispatchMode):
     def _refusal(self, what: str) -> NotDivisibleError:
         self.refused = what
         return NotDivisibleError(what)
+
+
+def _on_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"

@@ -122,6 +122,9 @@ def test_own_parameters_equal_those_of_a_complete_build(monkeypatch, tmp_path, c
         "import copy; self.blocks[1] = copy.deepcopy(self.blocks[0])",
         "torch.nn.init.normal_(self.blocks[1].weight, std=self.blocks[0].weight.std().item())",
         "self.blocks[5].weight.data.copy_(torch.poisson(self.blocks[5].weight.data.abs()))",
+        # a generator of the user's own, which only the complete build advances
+        "g = torch.Generator().manual_seed(1); [b.weight.data.copy_(torch.randn(16, 16, generator=g, "
+        "device=b.weight.device)) for b in self.blocks]",
     ],
 )
 def test_what_cannot_be_divided_is_built_complete(monkeypatch, tmp_path, more):
@@ -130,6 +133,16 @@ def test_what_cannot_be_divided_is_built_complete(monkeypatch, tmp_path, more):
     (stage,), counts = built(monkeypatch, workload, (Middle,), draws=workload.models.draws)
     assert same(stage, whole)
     assert max(counts) == len(list(whole.parameters()))
+
+
+@pytest.mark.parametrize("initializer", ["sparse_(b.weight, 0.5, generator=g)", "orthogonal_(b.weight, generator=g)"])
+def test_initializers_advance_the_users_generator(monkeypatch, tmp_path, initializer):
+    more = f"g = torch.Generator().manual_seed(1); [nn.init.{initializer} for b in self.blocks]"
+    workload = workload_of(tmp_path, more)
+    whole = workload.build_model()
+    (stage,), counts = built(monkeypatch, workload, (Middle,), draws=workload.models.draws)
+    assert same(stage, whole)
+    assert max(counts) < len(list(whole.parameters()))
 
 
 def test_a_parameter_computed_from_another_one_is_built_complete(monkeypatch, tmp_path):
