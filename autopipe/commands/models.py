@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -64,11 +65,12 @@ def load_model(
     if minibatch is not None:
         workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    built = (
-        workload.build_model(empty=True)
-        if settings.estimate
-        else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
-    )
+    with _threads_of_ranks(settings, stored):
+        built = (
+            workload.build_model(empty=True)
+            if settings.estimate
+            else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
+        )
 
     kind = device_kind(settings, work)
 
@@ -110,6 +112,17 @@ def load_model(
         if stored.device.kind == kind:
             return Model(workload, described_as(stored.graph, captured), built)
     return Model(workload, described_on(kind, captured, workload), built)
+
+
+@contextlib.contextmanager
+def _threads_of_ranks(settings: ProfileSettings, stored: Profile | None) -> Iterator[None]:
+    """Use as many threads as a rank: an initialization such as ``orthogonal_`` rounds differently with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or (1 if stored is None else stored.device.threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def counted_if_too_large(

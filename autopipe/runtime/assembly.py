@@ -15,7 +15,7 @@ from autopipe.ir.plan import Stage as StagePlan
 from autopipe.ir.schedule import Schedule
 from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.batches.recording import Recording
-from autopipe.runtime.checkpoint.initial import build_stages, weights_of
+from autopipe.runtime.checkpoint.initial import COMPLETE_BUILD, build_stages, weights_of
 from autopipe.runtime.compiled import compile_stage, refuse_split_backward
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -93,7 +93,8 @@ class RankAssembly:
             weights = weights_of(job.init_from, graph, self.workload, trust=job.trust)
         digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
         classes = [load_stage(self.run.stages, stage.index, **digests) for stage in own]
-        stages = build_stages(classes, self.workload, constants, weights, graph, job.draws)
+        complete = functools.partial(self.reporter.event, COMPLETE_BUILD)
+        stages = build_stages(classes, self.workload, constants, weights, graph, job.initial, complete)
         carries_gradient = Recording.of(plan, graph).carries_gradient
         runners = {}
         for planned, stage in zip(own, stages, strict=True):

@@ -14,12 +14,14 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from autopipe.errors import unknown_choice
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
+from autopipe.ir.initial_values import InitialValues
 from autopipe.ir.plan import Plan
 
 NONFINITE = ("stop", "warn", "skip")
@@ -30,6 +32,8 @@ REPLAYS = ("some", "all")
 @dataclass(frozen=True, slots=True)
 class Job:
     """The settings of a run."""
+
+    FORMAT: ClassVar[int] = 2  # 2: digests of the initial values
 
     # 0: as many as ``epochs`` epochs hold
     steps: int
@@ -83,8 +87,8 @@ class Job:
     ema: float = 0.0
     # run the stages as torch.compile generates them; see ``runtime.compiled``
     compile: bool = False
-    # see ``ModelFactory.draws``; "": the model was not built with all its parameters
-    draws: str = ""
+    # what each rank compares its initial weights with, if it builds only those
+    initial: InitialValues = field(default_factory=InitialValues)
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every

@@ -125,11 +125,9 @@ class Workload:
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def build_model(
-        self, *, empty: bool = False, shifted: bool = False, part: PartialBuild | None = None, draws: str = ""
-    ) -> nn.Module:
+    def build_model(self, *, empty: bool = False, shifted: bool = False, part: PartialBuild | None = None) -> nn.Module:
         """Build the model; see ``ModelFactory.build``."""
-        return self.models.build(empty=empty, shifted=shifted, part=part, draws=draws)
+        return self.models.build(empty=empty, shifted=shifted, part=part)
 
     @property
     def build_notes(self) -> tuple[str, ...]:

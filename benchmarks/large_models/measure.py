@@ -170,12 +170,11 @@ def section_build(work: Path) -> list[str]:
     """Build every stage of a model of 2 B parameters as its rank does, each in a fresh process."""
     lines = ["| what is built | its parameters | time | peak memory | beyond the import and its parameters |"]
     lines.append("|---|---|---|---|---|")
-    draws = ""
+    initial = work / "initial.json"
     for stage in (-1, *range(STAGES)):
-        out, err, *_ = run(sys.executable, str(Path(__file__)), "--stage", str(stage), "--draws", draws)
+        out, err, *_ = run(sys.executable, str(Path(__file__)), "--stage", str(stage), "--initial", str(initial))
         assert out, err
         built = json.loads(out)
-        draws = draws or built["draws"]
         name = "all, as every rank did before" if stage < 0 else f"stage {stage}"
         beyond = built["peak"] - built["imported"] - built["own"]
         lines.append(
@@ -190,12 +189,17 @@ def section_build(work: Path) -> list[str]:
     ]
 
 
-def build_stage(index: int, draws: str) -> None:
-    """Build one stage, or with -1 the complete model, and print its figures as JSON."""
+def build_stage(index: int, initial: Path) -> None:
+    """Build one stage, or with -1 the complete model, and print its figures as JSON.
+
+    ``initial``: the file of the complete model's digests, which its build writes.
+    """
     import resource
 
     import torch
 
+    from autopipe.ir import artifact
+    from autopipe.ir.initial_values import InitialValues
     from autopipe.ir.tensor import TensorSpec
     from autopipe.runtime.checkpoint.initial import build_stages
     from autopipe.stage import Stage
@@ -216,11 +220,16 @@ def build_stage(index: int, draws: str) -> None:
     code = type("Part", (Stage,), {"MODULES": tuple(modules), "INDEX": max(index, 0)})
     graph: Any = type("Parameters", (), {"parameters": specs, "aliases": {}})
     imported, start = peak(), time.perf_counter()
-    part = workload.build_model() if index < 0 else build_stages([code], workload, {}, None, graph, draws)[0]
+    if index < 0:
+        part = workload.build_model()
+        artifact.save(workload.models.initial, initial)
+    else:
+        digests = artifact.load(InitialValues, initial, renew="")
+        part = build_stages([code], workload, {}, None, graph, digests)[0]
     seconds = time.perf_counter() - start
     own = sum(p.numel() * p.element_size() for p in part.parameters())
     figures = {"own": own, "seconds": seconds, "peak": peak(), "imported": imported, "largest": largest}
-    print(json.dumps(figures | {"draws": workload.models.draws}))
+    print(json.dumps(figures))
 
 
 SECTIONS = {"profile": section_profile, "plan": section_plan, "errors": section_errors, "build": section_build}
@@ -238,10 +247,10 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=[])
     parser.add_argument("--work", type=Path, help="keep the profiles here, and plan from those that are here")
     parser.add_argument("--stage", type=int)
-    parser.add_argument("--draws", default="")
+    parser.add_argument("--initial", type=Path, default=Path("initial.json"))
     options = parser.parse_args()
     if options.stage is not None:
-        build_stage(options.stage, options.draws)
+        build_stage(options.stage, options.initial)
         return
     import torch
 

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "schedules": _BASE,
     "planning": {*_BASE, "schedules"},
     "report": {*_BASE, "schedules", "planning"},
-    "workload": {*_BASE, "draws"},
+    "workload": {*_BASE, "draws", "sparse"},
     "trace": {*_FORWARD, "workload"},
     "measure": {*_BASE, "casts", "draws", "sparse", "strides"},
     "generate": {*_FORWARD, "stage"},

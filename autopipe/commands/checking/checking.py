@@ -146,7 +146,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
         on_nonfinite="warn",
-        draws=workload.models.draws,
+        initial=workload.models.initial,
         clip_grad_norm=wanted.clip_grad_norm,
         deferred_batch_norm=wanted.deferred_batch_norm,
         ema=wanted.ema,

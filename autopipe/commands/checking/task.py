@@ -13,6 +13,7 @@ from autopipe.commands.steps import Prepared
 from autopipe.commands.store import PlanRecord
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
+from autopipe.ir.initial_values import InitialValues
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.report.results import FullBatchReport
@@ -70,8 +71,8 @@ class ComparisonTask:
     max_shapes: int
     allow_data_dependent: bool
     minibatch: Minibatch | None
-    # see ``ModelFactory.draws``
-    draws: str
+    # see ``ModelFactory.initial``
+    initial: InitialValues
 
     @staticmethod
     def of(prepared: Prepared, wanted: Wanted) -> Any:
@@ -87,7 +88,7 @@ class ComparisonTask:
             prepared.max_shapes,
             prepared.allow_data_dependent,
             workload.batches.minibatch,
-            workload.models.draws,
+            workload.models.initial,
         )
         return artifact.encode(task)
 
@@ -101,7 +102,7 @@ class ComparisonTask:
         """Load the model in this process, and return the prepared run. Raises: ModelFileError."""
         workload = Workload.from_spec(self.plan.workload)
         workload.batches.minibatch = self.minibatch
-        workload.models.draws = self.draws
+        workload.models.initial = self.initial
         return Prepared(
             workload=workload,
             graph=self.graph,

@@ -20,6 +20,7 @@ from autopipe.report.results import AuditReport, Restart, StagePeak
 from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
 from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.initial import COMPLETE_BUILD
 from autopipe.runtime.job import RunDirectory
 
 
@@ -47,6 +48,7 @@ class Listener:
     devices: dict[int, tuple[int, int]] = field(default_factory=dict)
     # the event of a rank that read other data than the run before its checkpoint, in the latest attempt
     other_data: Mapping[str, Any] | None = None
+    completely_built: bool = False  # whether a rank said that it builds the complete model
     auditor: Auditor | None = None
     audits: list[AuditReport] = field(default_factory=list)
 
@@ -106,6 +108,12 @@ class Listener:
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self.events("note", {"text": event["text"]})
+
+    def _complete_build(self, event: Mapping[str, Any]) -> None:
+        if not self.completely_built:  # for most models, all ranks say so
+            text = "ranks build the complete model, which needs host memory for all parameters in each of them"
+            self.events("note", {"text": f"{text}: {event['reason']}"})
+        self.completely_built = True
 
     def _other_data(self, event: Mapping[str, Any]) -> None:
         self.other_data = event
@@ -204,6 +212,7 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "audit-left-out": Listener._audit_left_out,
     "round": Listener._round,
     "note": Listener._note,
+    COMPLETE_BUILD: Listener._complete_build,
     "nonfinite": Listener._nonfinite,
     OTHER_DATA: Listener._other_data,
     "stopping": Listener._stopping,

@@ -205,7 +205,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         learning_rate=settings.new_rate,
         ema=settings.plan.ema or 0.0,
         compile=bool(settings.compile),
-        draws=prepared.workload.models.draws,
+        initial=prepared.workload.models.initial,
     )
 
 

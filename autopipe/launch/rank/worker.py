@@ -121,7 +121,7 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, s
         keep_freed_memory()
         use_batch_scheduler()  # before the transport starts threads, which inherit it
     if spec.body == "evaluate":  # all weights come from the checkpoint
-        job = replace(job, init_from="", trust=False)
+        job = replace(job, init_from="", trust=False, initial=replace(job.initial, built_on=""))
     if spec.evaluation_data:
         plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
     state.plan, state.device = plan, torch.device(job.device)

@@ -1,7 +1,8 @@
 """The stages of a rank with their first weights: from the model as its file builds it, or from a file of weights.
 
 The user's model is built once a rank, and all stages of the rank adopt their parts of it. A large model is built with
-memory only for these parts.
+memory only for these parts. What was built so is compared with digests of the complete build of the command, and is
+discarded if anything differs: the rank then builds completely.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from torch import nn
 
 from autopipe import sparse
 from autopipe.draws import exclusive
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.graph import Graph
+from autopipe.ir.initial_values import InitialValues
 from autopipe.runtime.checkpoint.weight_files import Matched, open_weights
 from autopipe.stage import Container, Stage
 from autopipe.workload import Workload
+from autopipe.workload.model import partial
+from autopipe.workload.model.digests import builds_here, digests_of
 from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
 
-WORTH_BYTES = 256 << 20
-"""A rank builds only its own parameters if the others take at least this much: a second build takes time."""
+COMPLETE_BUILD = "complete-build"
+"""The event of a rank that cannot build only its own parameters; its field ``reason`` says why."""
 
 
 def weights_of(init_from: str, graph: Graph, workload: Workload, *, trust: bool) -> Matched:
@@ -38,23 +42,36 @@ def build_stages(
     constants: Mapping[str, torch.Tensor],
     weights: Matched | None,
     graph: Graph,
-    draws: str = "",
+    initial: InitialValues | None = None,
+    on_complete_build: Callable[..., None] | None = None,
 ) -> list[Stage]:
     """Build the model once and return one stage of each class.
 
     Only the parameters of these stages take memory. Exceptions are a model of less than ``WORTH_BYTES`` of other
-    parameters, and one that cannot be built so. ``draws``: see ``ModelFactory.build``; "": build all parameters.
+    parameters, and one that cannot be built so: then ``on_complete_build(reason=...)`` is called, and all parameters
+    are built. ``initial``: the values of a complete build; None or no digests: build all parameters.
+
+    Raises: RunError if a complete build has other values, too, and both builds ran under equal conditions.
     """
+    refused = False
     if weights is not None:
         stages = _filled(classes, workload, constants, weights, graph)
         if stages is not None:
             return stages
-    elif draws:
-        stages = _of_a_part(classes, workload, constants, graph, draws)
-        if stages is not None:
-            return stages
+    elif initial is not None and initial.digests:
+        try:
+            stages = _of_a_part(classes, workload, constants, graph, initial)
+        except (AutopipeError, NotDivisibleError) as error:
+            refused = True
+            if on_complete_build is not None:
+                on_complete_build(reason=str(error).splitlines()[0])
+        else:
+            if stages is not None:
+                return stages
     with exclusive():
         stages = adopt_all(classes, workload.build_model, constants)
+    if refused and initial is not None and initial.built_on == builds_here():
+        _refuse_other_values(stages, initial, workload)
     if weights is not None:
         for stage in stages:
             _fill(stage, weights, graph)
@@ -145,29 +162,56 @@ def _of_a_part(
     workload: Workload,
     constants: Mapping[str, torch.Tensor],
     graph: Graph,
-    draws: str,
+    initial: InitialValues,
 ) -> list[Stage] | None:
-    """Build with memory only for the parameters of these stages. Return None if it saves little or is not possible."""
-    every = sum(spec.num_bytes({}) for spec in graph.parameters.values())
-    if every < WORTH_BYTES:
-        return None
-    try:
-        with exclusive():
-            first = PartialBuild()
-            without_memory = workload.build_model(part=first)
-            wanted = {id(p): p for cls in classes for p in cls.adopt(without_memory, constants).parameters()}
-            if every - sum(p.numel() * p.element_size() for p in wanted.values()) < WORTH_BYTES:
-                return None
-            numbers = first.numbers_of(list(wanted.values()))
+    """Build with memory only for the parameters of these stages. Return None if it saves little.
 
-            def build() -> nn.Module:
-                return workload.build_model(part=PartialBuild(numbers, first.forms), draws=draws)
-
-            stages = adopt_all(classes, build, constants)
-    except (AutopipeError, NotDivisibleError):
+    Raises: NotDivisibleError if that is not possible, or if a value differs from that of a complete build; the errors
+    of the user's code, which may fail without memory.
+    """
+    sizes = {name: spec.num_bytes({}) for name, spec in graph.parameters.items()}
+    modules = tuple(f"{path}." for cls in classes for path in (*cls.MODULES, *cls.SPARE))
+    single = {name for cls in classes for name in cls.PARAMETERS}
+    names = [name for name in initial.numbers if name in single or name.startswith(modules)]
+    own = {graph.aliases.get(name, name) for name in names}
+    if sum(size for name, size in sizes.items() if name not in own) < partial.WORTH_BYTES:
         return None
-    complete = not any(tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
-    return stages if complete else None
+    wanted = frozenset(initial.numbers[name] for name in names)
+    if -1 in wanted:
+        raise NotDivisibleError("a parameter of the model was not registered by register_parameter")
+    with exclusive():
+        stages = adopt_all(classes, lambda: workload.build_model(part=PartialBuild(wanted)), constants)
+    for name in _differing(stages, initial):
+        raise NotDivisibleError(f"built without the other parameters, {name} has other initial values")
+    return stages
+
+
+def _differing(stages: Sequence[Stage], initial: InitialValues) -> list[str]:
+    """Return the parameters, buffers and modules of the stages that are not proven to be those of the first build."""
+    names = []
+    for stage in stages:
+        modules = dict(stage.named_modules(remove_duplicate=False))
+        for name, digest in digests_of(stage).items():
+            own = name in stage.constants or isinstance(modules.get(name), Container)  # not the model's
+            if not own and not (digest and digest == initial.digests.get(name)):
+                names.append(name)
+    return names
+
+
+def _refuse_other_values(stages: Sequence[Stage], initial: InitialValues, workload: Workload) -> None:
+    """Raise RunError if a tensor of a complete build differs from that of the command's complete build."""
+    tensors: set[str] = set()
+    for stage in stages:
+        for kind in (stage.named_parameters, stage.named_buffers):
+            tensors.update(name for name, _ in kind(remove_duplicate=False))
+    for name in _differing(stages, initial):
+        if name in tensors:
+            raise RunError(
+                f"each build of {workload.name} gives other initial weights: {name} differs from the first build",
+                where=workload.files[0] if workload.files else "",
+                remedy="seed the generators of build_model in it, and keep no state from one call to the next; or save "
+                "the weights of one build, and give them by --init-from FILE",
+            )
 
 
 # -- weights from a file -----------------------------------------------------------------------------------------------

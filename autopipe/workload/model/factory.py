@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 
 import torch
 from torch import nn
 
 from autopipe.draws import exclusive
 from autopipe.errors import ModelFileError
+from autopipe.ir.initial_values import InitialValues
 from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.hooks.own_loss import OwnLoss
+from autopipe.workload.model import partial
 from autopipe.workload.model.building import Builder, forward_names
+from autopipe.workload.model.digests import initial_values
 from autopipe.workload.model.empty import parameters_without_memory
 from autopipe.workload.model.modes import for_training
-from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
 from autopipe.workload.model.uninitialized import ZeroedMemory
 
 
@@ -28,37 +28,30 @@ class ModelFactory:
         self._own_loss = own_loss  # becomes a child of the model if it has parameters
         self._seed = seed
         self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
-        self.draws = ""  # digest of torch's generator after the last build that gave all parameters memory
+        self.initial = InitialValues()  # of the first complete build, if the model is worth dividing
 
     def build(
-        self, *, empty: bool = False, shifted: bool = False, part: PartialBuild | None = None, draws: str = ""
+        self, *, empty: bool = False, shifted: bool = False, part: partial.PartialBuild | None = None
     ) -> nn.Module:
         """Build the model with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
         ``empty``: allocate no memory for the parameters, which are loaded from a file later. ``shifted``: draw extra
         random numbers meanwhile; see ``workload.model.empty``. ``part``: allocate only some of the parameters.
-        ``draws``: refuse a part that drew other random numbers than the complete build with this ``draws``.
 
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """
-        without: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if part is not None:
-            without = part.active()
-        elif empty:
-            without = parameters_without_memory(shifted=shifted)
-        with seeded(self._seed), without, ZeroedMemory(untouched=empty or part is not None) as memory:
+        build = partial.PartialBuild() if part is None else part
+        registering = parameters_without_memory(shifted=shifted) if empty else build.active()
+        with seeded(self._seed), registering, ZeroedMemory(untouched=empty or part is not None) as memory:
             model = self.builder.build()
-            drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-            if part is not None and draws and drawn != draws:
-                raise NotDivisibleError("a build without memory for some of the parameters draws other numbers")
-            if part is None and not empty:
-                self.draws = drawn
             uninitialized = memory.note(model)
             self.forward_names = forward_names(model)
             model, modes = for_training(model)
             self.notes = tuple(filter(None, (modes, uninitialized)))
             original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
             self._own_loss.attach(model, original)
+            if part is None and not empty and not self.initial.digests and partial.is_worth_dividing(model):
+                self.initial = initial_values(model, build.numbers(model))
         return model
 
     @functools.cached_property

@@ -1,30 +1,36 @@
 """Build a model with memory for some of its parameters only, and the same initial weights as a complete build.
 
-Two builds. The first, without memory for any parameter, numbers the parameters in the order of their registration. The
-second places the parameters that are not wanted on the ``meta`` device as they are registered. Their initialization
-must still draw its random numbers, because all parameters share one generator: a random operation on such a parameter
-runs on temporary memory of its shape, which is freed at once. The peak is the wanted parameters and the largest other
-one.
+A complete build numbers the parameters in the order of their registration. A build in part places those that are not
+wanted on the ``meta`` device as they are registered. Their initialization must still draw its random numbers, because
+all parameters share one generator: a random operation on such a parameter runs on temporary memory of its shape, which
+is freed at once. The peak is the wanted parameters and the largest other one.
 
 A build that cannot be divided so raises ``NotDivisibleError``: a wanted parameter is computed from another one, or is
-a copy of one (``copy.deepcopy``); the number of draws depends on values; the second build registers other parameters
-than the first.
+a copy of one (``copy.deepcopy``), or the model reads the values of a parameter.
+
+Other initializations draw fewer numbers for a parameter on ``meta``: a function of ``nn.init`` that was imported by its
+name, or a distribution whose draws depend on values. So the caller compares what was built with the digests of a
+complete build (``workload.model.digests``), and builds completely if they differ.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.workload.model.uninitialized import PAGES_FROM, place_in_new_pages, written
+
+WORTH_BYTES = 256 << 20
+"""A rank builds only its own parameters if the others take at least this much: a second build takes time."""
 
 # random operations that draw as many numbers for any values of their operands
 _COUNTED = frozenset(
@@ -33,35 +39,38 @@ _COUNTED = frozenset(
 )
 # initializers that do nothing to a tensor on ``meta``, not even draw numbers
 _SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
-_Form = tuple[tuple[int, ...], torch.dtype]  # of a parameter
 
 
 class NotDivisibleError(RuntimeError):
     """The wanted parameters cannot be built alone."""
 
 
+def is_worth_dividing(model: nn.Module) -> bool:
+    """Return whether a build of a part of the model may save memory worth a second build."""
+    sizes = (p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
+    return sum(sizes) >= WORTH_BYTES
+
+
 class PartialBuild:
     """The parameters of one build, in the order of their registration, and which of them are wanted.
 
-    ``wanted``: their numbers, from an earlier build; None in the first build, which gives memory to no parameter.
+    ``wanted``: their numbers, from a complete build; None in that build, which gives memory to every parameter.
     """
 
-    def __init__(self, wanted: frozenset[int] | None = None, forms: Sequence[_Form] = ()) -> None:
-        self.forms: list[_Form] = []
+    def __init__(self, wanted: frozenset[int] | None = None) -> None:
         self._wanted = wanted
-        self._expected = tuple(forms)
+        self._count = 0
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
         self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
-        self.draws = _Draws()
+        self._draws = _Draws()
 
-    def numbers_of(self, parameters: Sequence[Tensor]) -> frozenset[int]:
-        """Return the number of each parameter: its position in the order of registration, from 0.
+    def numbers(self, model: nn.Module) -> dict[str, int]:
+        """Return the number of each parameter, by all its names: its position in the order of registration, from 0.
 
-        Raises: NotDivisibleError for a parameter that was not registered.
+        -1: it was not registered by ``register_parameter``.
         """
-        if any(parameter not in self._numbers for parameter in parameters):
-            raise NotDivisibleError("a parameter of the model was not registered by register_parameter")
-        return frozenset(self._numbers[parameter] for parameter in parameters)
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: self._numbers.get(p, -1) for name, p in named}  # type: ignore[no-untyped-call]  # untyped in torch
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -80,12 +89,16 @@ class PartialBuild:
             if self._wanted is None:
                 yield
             else:
-                with _initializers_that_draw(), self.draws:
+                with _initializers_that_draw(), self._draws:
                     yield
+        except Exception as error:
+            if self._draws.refused:
+                raise NotDivisibleError(self._draws.refused) from error
+            raise
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
-        if self._wanted is not None and (self.draws.refused or tuple(self.forms) != self._expected):
-            raise NotDivisibleError(self.draws.refused or "two builds registered different parameters")
+        if self._draws.refused:
+            raise NotDivisibleError(self._draws.refused)
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter to register: itself, or one on ``meta`` in its place."""
@@ -95,13 +108,12 @@ class PartialBuild:
             return self._replaced[parameter]  # type: ignore[no-any-return]
         if type(parameter) is not nn.Parameter:
             return parameter
-        number = len(self.forms)
-        self.forms.append((tuple(parameter.shape), parameter.dtype))
         part = parameter
-        if not parameter.is_meta and (self._wanted is None or number not in self._wanted):
+        if not parameter.is_meta and self._wanted is not None and self._count not in self._wanted:
             part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._replaced[parameter] = part
-        self._numbers[part] = number
+        self._numbers[part] = self._count
+        self._count += 1
         return part
 
 
@@ -154,25 +166,20 @@ class _Draws(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = func._schema.name.rpartition("::")[2]
         if not any(tensor.is_meta for tensor in tensors):
-            if torch.Tag.nondeterministic_seeded in func.tags and _on_meta(kwargs.get("device")):
-                # it would not advance the user's own generator, whose state is not compared
-                raise self._refusal(f"{name} makes a tensor on the device of a parameter that has no memory here")
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            if name not in _COUNTED or len(tensors) != 1 or kwargs.get("generator") is not None:
-                raise self._refusal(f"{name} may draw a different number of random numbers for other values")
+        if name in _COUNTED and len(tensors) == 1:
             (tensor,) = tensors
             drawn = func(_memory_like(tensor), *args[1:], **kwargs)
             return tensor if name.endswith("_") else torch.empty_like(drawn, device="meta")
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written(func)]
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in pytree.tree_leaves(targets)):
             raise self._refusal(f"{name} computes a tensor from a parameter that has no memory here")
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception:  # such as .item()
+            self.refused = self.refused or f"{name} reads a parameter that has no memory here"
+            raise
 
     def _refusal(self, what: str) -> NotDivisibleError:
         self.refused = what
         return NotDivisibleError(what)
-
-
-def _on_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
