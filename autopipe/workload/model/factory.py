@@ -28,7 +28,7 @@ class ModelFactory:
         self._own_loss = own_loss  # becomes a child of the model if it has parameters
         self._seed = seed
         self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
-        self.initial = InitialValues()  # of the first complete build, if the model is worth dividing
+        self.initial = InitialValues()  # of the first complete build
 
     def build(
         self, *, empty: bool = False, shifted: bool = False, part: partial.PartialBuild | None = None
@@ -50,7 +50,7 @@ class ModelFactory:
             self.notes = tuple(filter(None, (modes, uninitialized)))
             original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
             self._own_loss.attach(model, original)
-            if part is None and not empty and not self.initial.digests and partial.is_worth_dividing(model):
+            if part is None and not empty and not self.initial.digests:
                 self.initial = initial_values(model, build.numbers(model))
         return model
 

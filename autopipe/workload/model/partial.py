@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopipe.workload.model.uninitialized import PAGES_FROM, place_in_new_pages, written
 
 WORTH_BYTES = 256 << 20
-"""A rank builds only its own parameters if the others take at least this much: a second build takes time."""
+"""A rank builds only its own parameters if the others take at least this much: a build may have to be repeated."""
 
 # random operations that draw as many numbers for any values of their operands
 _COUNTED = frozenset(
@@ -43,12 +42,6 @@ _SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
 
 class NotDivisibleError(RuntimeError):
     """The wanted parameters cannot be built alone."""
-
-
-def is_worth_dividing(model: nn.Module) -> bool:
-    """Return whether a build of a part of the model may save memory worth a second build."""
-    sizes = (p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
-    return sum(sizes) >= WORTH_BYTES
 
 
 class PartialBuild:

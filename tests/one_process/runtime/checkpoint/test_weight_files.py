@@ -195,6 +195,26 @@ def test_a_random_buffer_equals_that_of_a_build_with_memory(
     assert torch.equal(weights["words.weight"], other.words.weight)
 
 
+OWN = (
+    "[g := torch.Generator().manual_seed(1), nn.init.normal_(self.words.weight, generator=g), "
+    "torch.rand(6, generator=g) > 0.4][-1]"
+)
+
+
+def test_a_buffer_from_a_generator_of_the_model_equals_that_of_a_build_with_memory(
+    tmp_path: Path, other: nn.Module
+) -> None:
+    (tmp_path / "odd").mkdir()
+    path = tmp_path / "odd" / "net.py"
+    path.write_text(MODEL.replace("torch.arange(6) != 2", OWN))
+    subject = captured_file(path)
+    initial = subject.workload.models.initial
+    odd = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path / "odd" / "run", initial=initial)
+    weights = begun(odd, safetensors(other, tmp_path))
+    assert torch.equal(weights["mask"], subject.workload.build_model().mask)
+    assert torch.equal(weights["words.weight"], other.words.weight)
+
+
 def test_a_parameter_with_two_names_stays_one_on_the_meta_device() -> None:
     with parameters_without_memory():
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
