@@ -182,6 +182,15 @@ def place_of(error: BaseException) -> str:
     return place_in(*own_and_inner(lines[::-1])) if lines else ""
 
 
+def failed_on_real_numbers(what: str, error: Exception) -> TraceError:
+    """Return the ``TraceError`` for an exception in a run on real numbers. ``what``: what failed."""
+    return TraceError(
+        f"{what} on real numbers: {type(error).__name__}: {error}",
+        where=place_of(error),
+        remedy="run the model on one batch without autopipe, and check that forward and backward work",
+    )
+
+
 def depends_on_data(error: BaseException | None) -> bool:
     """Return whether a call failed because a number, or a size, is only known at run time."""
     if isinstance(error, (LookupError, AttributeError)):

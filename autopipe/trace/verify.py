@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopipe import draws, sparse
 from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
-from autopipe.trace.explain import place_of, short_path
+from autopipe.trace.explain import failed_on_real_numbers, short_path
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.workload import Item, Workload
@@ -117,11 +117,7 @@ def _run(
     except AutopipeError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"{failed} on real numbers: {type(error).__name__}: {error}",
-            where=place_of(error),
-            remedy="run the model on one batch without autopipe, and check that forward and backward work",
-        ) from error
+        raise failed_on_real_numbers(failed, error) from error
     finally:
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         for registry, tensors in bound:  # every microbatch starts from the same state

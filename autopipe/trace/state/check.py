@@ -9,16 +9,18 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopipe import draws
-from autopipe.errors import TraceError
+from autopipe.errors import AutopipeError, TraceError
+from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.between import refuse_data, refuse_hooks
 from autopipe.trace.state.bytecode import constants
 from autopipe.trace.state.files import watched_files
 from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS
@@ -26,25 +28,21 @@ from autopipe.trace.state.later import changed_entries, keeps_a_part
 from autopipe.trace.state.observe import Ran, is_package, observed, refuse_seed
 from autopipe.trace.state.places import Unusable, put, value_at
 from autopipe.trace.state.probe import Probe
-from autopipe.trace.state.reach import between_forwards, module_name, modules, named, reached
+from autopipe.trace.state.reach import module_name, modules, named, reached
+from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
-from autopipe.trace.state.source import WHOLE, Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
+from autopipe.trace.state.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
 from autopipe.trace.state.writer import writing_line
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
 _ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
-_FORWARD, _DATA = "the forward or the loss", "the data hook"
-_KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
-_INPUT = "pass it as a tensor of the batch"
-_DRAW = "draw with torch's functions, without generator=, and apply the result as a factor"
 _MOST_NAMES = 3
 _COPIED = (itertools.count, itertools.cycle)  # iterators whose later values can be tried
 _NOT_TRIED = (
     "not known whether the loss depends on later values of {}: a forward with them takes too long or ends the run"
 )
-_FREEZE = "freeze and switch parts where the model is built; another set of trained parameters is another run"
 
 
 def refuse_changing_state(
@@ -58,18 +56,21 @@ def refuse_changing_state(
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
-    half = workload.split(item, 2)[0] if halves else item
-    look = Look(workload, model, half, hooks)
-    with look.restored(compared=True) as before:
-        try:
-            second, last = look.run_until_filled(before)
-        except TraceError:
-            raise
-        except Exception:  # the recording reports a model that fails
-            return ()
-        look.refuse_changes(second, last)
-        look.refuse_hooks(last)
-        look.refuse_data(last, data or {})
+    for part in [workload.split(item, 2)[0], item] if halves else [item]:
+        look = Look(workload, model, part, hooks)
+        with look.restored(compared=True) as before:
+            try:
+                second, last = look.run_until_filled(before)
+            except AutopipeError:
+                raise
+            except Exception as error:
+                if part is item:
+                    raise failed_on_real_numbers("the model itself failed", error) from error
+                continue  # it may fail with few samples only
+            look.refuse_changes(second, last)
+            refuse_hooks(look, last)
+            refuse_data(look, last, data or {})
+            break
     return tuple(look.notes)
 
 
@@ -174,10 +175,10 @@ class Look:
         for path, line in self._files.items():
             kind = "the folder" if Path(path).is_dir() else "the file"
             raise TraceError(
-                f"{_FORWARD} changes {kind} {path}, and reads what an earlier call left there: "
+                f"{FORWARD} changes {kind} {path}, and reads what an earlier call left there: "
                 "the model is not one fixed graph",
                 where=line,
-                remedy=f"{_KEEP}; for a log, write without reading",
+                remedy=f"{KEEP}; for a log, write without reading",
             )
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
         unknown = []  # places that the source does not show a read of
@@ -203,11 +204,11 @@ class Look:
         is_drawn = isinstance(owner, GENERATORS) or (hasattr(owner, "__next__") and not isinstance(owner, io.IOBase))
         kind = "the generator " if is_drawn else ""
         uses = [use for use in uses if use.feeds is None or self._is_read(use.feeds, last)]
-        return self._refuse(_FORWARD, f"{kind}{last.names[place]}", uses, [], _DRAW if kind else _KEEP)
+        return refuse(FORWARD, f"{kind}{last.names[place]}", uses, [], DRAW if kind else KEEP)
 
     def _is_read(self, places: frozenset[Key], last: Snapshot) -> bool:
         """Return whether the value at one of these places reaches anything except state that nothing reads."""
-        return any(read_by_torch(place) or self._really_read(place, last, set()) for place in places)
+        return any(read_by_torch(place) or self.really_read(place, last, set()) for place in places)
 
     def _refuse_place(self, place: Place, second: Snapshot, last: Snapshot) -> bool:
         """Refuse a place that is read. Return whether the source shows that it is harmless."""
@@ -217,7 +218,7 @@ class Look:
         is_tensor = isinstance(value_at(last.owners[place[0]], place[1]), Tensor)
         accesses = [access for _, access in self._all(last) if any(meets(access, key) for key in keys)]
         writes = [access for access in accesses if access.kind != "read"]
-        read = next((read for key in keys if (read := self._really_read(key, last, set()))), None)
+        read = next((read for key in keys if (read := self.really_read(key, last, set()))), None)
         if read is None and writes:
             read = read_by_torch(keys[0])
         if is_tensor and not writes:
@@ -236,7 +237,7 @@ class Look:
             last.restore()
             writes = [Access("update", frozenset(keys), line)] if line else []
         if carried:
-            self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
+            refuse(FORWARD, last.names[place], writes, [read], KEEP)
         return True  # every run writes it before reading it
 
     def _refuse_depended(self, places: list[Place], second: Snapshot, last: Snapshot, changed: set[Place]) -> None:
@@ -262,12 +263,12 @@ class Look:
         writes = (a.where for _, a in self._all(last) if a.kind != "read" and meets(a, (owner_key(owner), key)))
         why = "the loss depends on it" if probe.is_repeatable else "two runs on the same batch have different losses"
         raise TraceError(
-            f"{_FORWARD} changes {last.names[place]}, and {why}: the model is not one fixed graph",
+            f"{FORWARD} changes {last.names[place]}, and {why}: the model is not one fixed graph",
             where=probe.writer(owner, key) or next(writes, ""),
-            remedy=_KEEP,
+            remedy=KEEP,
         )
 
-    def _really_read(self, key: Key, last: Snapshot, seen: set[Key]) -> Access | None:
+    def really_read(self, key: Key, last: Snapshot, seen: set[Key]) -> Access | None:
         """Return a read of a place whose value reaches anything except state that nothing reads."""
         if key in seen:
             return None
@@ -278,7 +279,7 @@ class Look:
             if access.feeds is None:
                 return access
             for place in access.feeds - {key}:
-                if read_by_torch(place) or self._really_read(place, last, seen):
+                if read_by_torch(place) or self.really_read(place, last, seen):
                     return access
         return None
 
@@ -312,74 +313,6 @@ class Look:
         if self._accesses is None:
             self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]
         return self._accesses
-
-    # --- data ---------------------------------------------------------------------------------------------------------
-
-    def refuse_data(self, last: Snapshot, data: dict[types.CodeType, Ran]) -> None:
-        """Refuse a data hook that changes the model, or state that a forward or loss reads."""
-        ran = dict(data)
-        for name in ("data", "evaluate_data"):
-            function = self.hooks.get(name)
-            if isinstance(function, types.FunctionType):
-                ran.setdefault(function.__code__, Ran(function.__code__, function.__globals__))
-        ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
-        known = {owner_key(owner) for owner in last.owners.values()}
-        parts = self._parts(last)
-        for reader in readers(ran, last):
-            for access in reader.accesses():
-                if access.kind == "read" or (access.kind == "write" and not access.repeated):
-                    continue  # state set once in each call of data() is equal in every call
-                changes_model = access.changes_model and id(access.owner) in parts
-                if changes_model and _is_torchs(access.owner):
-                    self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
-                for key in access.places:
-                    if key[0] not in known:
-                        continue
-                    read = self._really_read(key, last, set())
-                    if read is not None:
-                        self._refuse(_DATA, self._name(key, last), [access], [read], _INPUT)
-                if changes_model and access.changes_model.endswith("()"):
-                    self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
-
-    def refuse_hooks(self, last: Snapshot) -> None:
-        """Refuse a function between two forward passes that writes state that a forward or loss reads."""
-        known = {owner_key(owner) for owner in last.owners.values()}
-        for who, ran in between_forwards(self.model, self.hooks, self.ran):
-            for function in ran.functions or ():
-                last.functions.setdefault(ran.code, function)
-            for reader in readers({ran.code: ran}, last):
-                for access in reader.accesses():
-                    for key in access.places if access.kind != "read" else ():
-                        read = self._really_read(key, last, set()) if key[0] in known else None
-                        if read is not None:
-                            self._refuse(who, self._name(key, last), [access], [read], _INPUT)
-
-    def _parts(self, last: Snapshot) -> set[int]:
-        """Return the ids of the parts of the model, and of other instances of its class that a global may hold."""
-        whole = [owner for owner in last.owners.values() if type(owner) is type(self.model)]
-        return {id(part) for model in (self.model, *whole) for part in (*model.modules(), *model.parameters())}
-
-    @staticmethod
-    def _name(key: Key, last: Snapshot) -> str:
-        owned = {place[1]: name for place, name in last.names.items() if owner_key(last.owners[place[0]]) == key[0]}
-        return owned.get(key[1]) or owned.get(WHOLE) or str(key[1])
-
-    def _refuse(self, who: str, name: str, writes: list[Access], reads: list[Access], remedy: str) -> NoReturn:
-        where = next((access.where for access in (*writes, *reads)), "")
-        read = f"it is read at {_short(reads[0].where)}; " if writes and reads else ""
-        also = ", and the model reads it" if reads else ""
-        raise TraceError(
-            f"{who} changes {name}{also}: the model is not one fixed graph", where=where, remedy=f"{read}{remedy}"
-        )
-
-
-def _is_torchs(owner: Any) -> bool:
-    return type(owner).__module__.startswith("torch.")
-
-
-def _short(where: str) -> str:
-    path, colon, rest = where.partition(":")
-    return f"{Path(path).name}{colon}{rest}"
 
 
 __all__ = ["Look", "refuse_changing_state"]

@@ -46,6 +46,11 @@ class Net(Net):
         "def numbers():\n    yield from itertools.repeat(1.0, 200)\n    yield from itertools.repeat(2.0)\n"
         + net("self.c = numbers()", "x = x * next(self.c)"),
         "a variable of model.c", ""),
+    "a counter in a forward that fails with half of the batch": (
+        net("self.six = nn.Linear(8, 6); self.k = 0",
+            "self.k += 1\n        if x.shape[0] == 4: raise RuntimeError('four samples')",
+            "y = y * (1.0 if self.k < 200 else 2.0) + self.six(x).sum(1, keepdim=True)"),
+        "model.k", "self.k += 1"),
     "the environment": (
         "import os\n" + net("pass", "os.environ['STATE_K'] = str(int(os.environ.get('STATE_K', '0')) + 1)",
                             "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),

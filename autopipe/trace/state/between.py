@@ -1,0 +1,74 @@
+"""Refuse a data hook, or a function between two forward passes, that writes state which a forward or loss reads."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+from autopipe.trace.state.observe import Ran, is_package
+from autopipe.trace.state.reach import between_forwards
+from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, refuse
+from autopipe.trace.state.snapshot import Snapshot
+from autopipe.trace.state.source import WHOLE, Key, owner_key, readers
+
+if TYPE_CHECKING:
+    from autopipe.trace.state.check import Look
+
+
+def refuse_data(look: Look, last: Snapshot, data: dict[types.CodeType, Ran]) -> None:
+    """Refuse a data hook that changes the model, or state that a forward or loss reads."""
+    ran = dict(data)
+    for name in ("data", "evaluate_data"):
+        function = look.hooks.get(name)
+        if isinstance(function, types.FunctionType):
+            ran.setdefault(function.__code__, Ran(function.__code__, function.__globals__))
+    ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
+    known = {owner_key(owner) for owner in last.owners.values()}
+    parts = _parts(look, last)
+    for reader in readers(ran, last):
+        for access in reader.accesses():
+            if access.kind == "read" or (access.kind == "write" and not access.repeated):
+                continue  # state set once in each call of data() is equal in every call
+            changes_model = access.changes_model and id(access.owner) in parts
+            if changes_model and _is_torchs(access.owner):
+                refuse(DATA, f"the model ({access.changes_model})", [access], [], FREEZE)
+            for key in access.places:
+                if key[0] not in known:
+                    continue
+                read = look.really_read(key, last, set())
+                if read is not None:
+                    refuse(DATA, _name(key, last), [access], [read], INPUT)
+            if changes_model and access.changes_model.endswith("()"):
+                refuse(DATA, f"the model ({access.changes_model})", [access], [], FREEZE)
+
+
+def refuse_hooks(look: Look, last: Snapshot) -> None:
+    """Refuse a function between two forward passes that writes state that a forward or loss reads."""
+    known = {owner_key(owner) for owner in last.owners.values()}
+    for who, ran in between_forwards(look.model, look.hooks, look.ran):
+        for function in ran.functions or ():
+            last.functions.setdefault(ran.code, function)
+        for reader in readers({ran.code: ran}, last):
+            for access in reader.accesses():
+                for key in access.places if access.kind != "read" else ():
+                    read = look.really_read(key, last, set()) if key[0] in known else None
+                    if read is not None:
+                        refuse(who, _name(key, last), [access], [read], INPUT)
+
+
+def _parts(look: Look, last: Snapshot) -> set[int]:
+    """Return the ids of the parts of the model, and of other instances of its class that a global may hold."""
+    whole = [owner for owner in last.owners.values() if type(owner) is type(look.model)]
+    return {id(part) for model in (look.model, *whole) for part in (*model.modules(), *model.parameters())}
+
+
+def _name(key: Key, last: Snapshot) -> str:
+    owned = {place[1]: name for place, name in last.names.items() if owner_key(last.owners[place[0]]) == key[0]}
+    return owned.get(key[1]) or owned.get(WHOLE) or str(key[1])
+
+
+def _is_torchs(owner: Any) -> bool:
+    return type(owner).__module__.startswith("torch.")
+
+
+__all__ = ["refuse_data", "refuse_hooks"]
