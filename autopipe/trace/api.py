@@ -22,7 +22,7 @@ from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
 from autopipe.trace.state.check import refuse_changing_state
-from autopipe.trace.state.observe import Ran, observed
+from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify as verify_capture

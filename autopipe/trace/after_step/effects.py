@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.trace.after_step.flow import Flow
-from autopipe.trace.state.kinds import is_users_module
-from autopipe.trace.state.places import value_at
-from autopipe.trace.state.snapshot import Snapshot
+from autopipe.trace.state.snapshots.kinds import is_users_module
+from autopipe.trace.state.snapshots.places import value_at
+from autopipe.trace.state.snapshots.snapshot import Snapshot
 from autopipe.workload import Workload
 from autopipe.workload.batches.isolation import PrivateRandom
 

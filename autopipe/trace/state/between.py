@@ -5,11 +5,11 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
-from autopipe.trace.state.observe import Ran, is_package
-from autopipe.trace.state.reach import between_forwards
+from autopipe.trace.state.observing.observe import Ran, is_package
+from autopipe.trace.state.observing.reach import between_forwards
+from autopipe.trace.state.reading.source import WHOLE, Key, owner_key, readers
 from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, refuse
-from autopipe.trace.state.snapshot import Snapshot
-from autopipe.trace.state.source import WHOLE, Key, owner_key, readers
+from autopipe.trace.state.snapshots.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from autopipe.trace.state.check import Look

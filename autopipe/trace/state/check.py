@@ -21,18 +21,18 @@ from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.state.between import refuse_data, refuse_hooks
-from autopipe.trace.state.bytecode import constants
-from autopipe.trace.state.files import watched_files
-from autopipe.trace.state.fingerprints import GENERATORS, ITERATORS
-from autopipe.trace.state.later import changed_entries, keeps_a_part
-from autopipe.trace.state.observe import Ran, is_package, observed, refuse_seed
-from autopipe.trace.state.places import Unusable, put, value_at
-from autopipe.trace.state.probe import Probe
-from autopipe.trace.state.reach import module_name, modules, named, reached
+from autopipe.trace.state.observing.bytecode import constants
+from autopipe.trace.state.observing.files import watched_files
+from autopipe.trace.state.observing.observe import Ran, is_package, observed, refuse_seed
+from autopipe.trace.state.observing.reach import module_name, modules, named, reached
+from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
 from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
-from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
-from autopipe.trace.state.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
-from autopipe.trace.state.writer import writing_line
+from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS
+from autopipe.trace.state.snapshots.places import Unusable, put, value_at
+from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
+from autopipe.trace.state.trying.later import changed_entries, keeps_a_part
+from autopipe.trace.state.trying.probe import Probe
+from autopipe.trace.state.trying.writer import writing_line
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autopipe.errors import TraceError
-from autopipe.trace.state.source import Access
+from autopipe.trace.state.reading.source import Access
 
 FORWARD, DATA = "the forward or the loss", "the data hook"
 KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"

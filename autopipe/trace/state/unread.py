@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.trace.state.check import Look
-from autopipe.trace.state.observe import is_users_file
+from autopipe.trace.state.observing.observe import is_users_file
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.items import paths
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.trace.state.isolation import OutOfTime, isolated
+from autopipe.trace.state.trying.isolation import OutOfTime, isolated
 
 CATCHING = """
 import time

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.trace.state.arrays import decoded
+from autopipe.trace.state.snapshots.arrays import decoded
 
 AHEAD = (1, 10, 100, 1_000, 1_000_000)  # changes ahead; the first is the next value
 MOST_VALUES = 24  # values that are tried in one place

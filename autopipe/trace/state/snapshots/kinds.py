@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, length
-from autopipe.trace.state.fingerprints import PLAIN
-from autopipe.trace.state.places import slots
+from autopipe.trace.state.snapshots.fingerprints import PLAIN
+from autopipe.trace.state.snapshots.places import slots
 
 MOST_ENTRIES = 256  # entries of one container that are compared, with its length
 _IMMUTABLE = PLAIN | {torch.dtype, torch.device}  # types of default arguments that a function cannot change

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.trace.state.feeds import MUTATORS, Feeds, innermost
-from autopipe.trace.state.observe import Ran, is_own_file, is_package
-from autopipe.trace.state.snapshot import ANY, WHOLE, Snapshot
-from autopipe.trace.state.syntax import (
+from autopipe.trace.state.observing.observe import Ran, is_own_file, is_package
+from autopipe.trace.state.reading.feeds import MUTATORS, Feeds, innermost
+from autopipe.trace.state.reading.syntax import (
     MOST_OBJECTS,
     asks_for_nothing,
     attribute,
@@ -34,6 +33,7 @@ from autopipe.trace.state.syntax import (
     module_of,
     walk,
 )
+from autopipe.trace.state.snapshots.snapshot import ANY, WHOLE, Snapshot
 
 _MODEL_CHANGES = {
     *("requires_grad_", "train", "eval", "half", "float", "double", "bfloat16", "load_state_dict", "add_module"),

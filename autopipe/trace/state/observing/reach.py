@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe.trace.state import bytecode
-from autopipe.trace.state.kinds import is_users_module
-from autopipe.trace.state.observe import Ran, is_own_file, is_package
-from autopipe.trace.state.snapshot import Names
+from autopipe.trace.state.observing import bytecode
+from autopipe.trace.state.observing.observe import Ran, is_own_file, is_package
+from autopipe.trace.state.snapshots.kinds import is_users_module
+from autopipe.trace.state.snapshots.snapshot import Names
 
 _BACKWARD = "a hook of the backward pass"
 _NAMESPACES = (types.ModuleType, type)

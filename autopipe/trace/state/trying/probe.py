@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import refill
-from autopipe.trace.state.isolation import OutOfTime, isolated
-from autopipe.trace.state.later import Changing, Iterating, changing, holding
-from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
-from autopipe.trace.state.writer import writing_line
+from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
+from autopipe.trace.state.trying.isolation import OutOfTime, isolated
+from autopipe.trace.state.trying.later import Changing, Iterating, changing, holding
+from autopipe.trace.state.trying.writer import writing_line
 
 _MOST_PLACES = 4096  # places whose values are replaced
 _IN_A_ROW = 3  # runs, each of which begins with the state that the one before it left

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopipe.errors import TraceError
 from autopipe.trace.explain import here, is_users
-from autopipe.trace.state import bytecode
+from autopipe.trace.state.observing import bytecode
 
 _MOST_FRAMES = 32  # calls of one function whose arguments are kept
 _LIBRARY = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib"))

@@ -13,12 +13,19 @@ import numpy as np
 from torch import nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, entries, length
-from autopipe.trace.state.arrays import as_numpy, decoded, is_array, numbers, put_numbers
-from autopipe.trace.state.fingerprints import PLAIN, copied_iterator, drawn, fingerprint, is_plain_key, same_value
-from autopipe.trace.state.kinds import MOST_ENTRIES, is_users_object
-from autopipe.trace.state.places import ByIdentity, put, slots, value_at
-from autopipe.trace.state.snapshot import ANY, DRAWN, WHOLE, Place, Snapshot
-from autopipe.trace.state.values import (
+from autopipe.trace.state.snapshots.arrays import as_numpy, decoded, is_array, numbers, put_numbers
+from autopipe.trace.state.snapshots.fingerprints import (
+    PLAIN,
+    copied_iterator,
+    drawn,
+    fingerprint,
+    is_plain_key,
+    same_value,
+)
+from autopipe.trace.state.snapshots.kinds import MOST_ENTRIES, is_users_object
+from autopipe.trace.state.snapshots.places import ByIdentity, put, slots, value_at
+from autopipe.trace.state.snapshots.snapshot import ANY, DRAWN, WHOLE, Place, Snapshot
+from autopipe.trace.state.trying.values import (
     AHEAD,
     GROWING,
     LONGER,
@@ -35,7 +42,7 @@ from autopipe.trace.state.values import (
     step_of,
     unused,
 )
-from autopipe.trace.state.watched import watched, watched_count
+from autopipe.trace.state.trying.watched import watched, watched_count
 
 _DRAWS_AHEAD = (1, 2, 3, 5, *AHEAD[1:])  # of an iterator, which may repeat a few values
 _FEW = 8  # entries that are added to a list of anything else, such as tensors

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any
 
-from autopipe.trace.state.snapshot import ANY
-from autopipe.trace.state.syntax import chains, has_items, links
+from autopipe.trace.state.reading.syntax import chains, has_items, links
+from autopipe.trace.state.snapshots.snapshot import ANY
 
 if TYPE_CHECKING:
-    from autopipe.trace.state.source import Key, Reader
+    from autopipe.trace.state.reading.source import Key, Reader
 
 MUTATORS = {
     *("append", "extend", "add", "update", "insert", "pop", "popleft", "appendleft", "remove", "discard", "clear"),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
-from autopipe.trace.state.arrays import fill, is_array, many_bytes, numbers
-from autopipe.trace.state.fingerprints import (
+from autopipe.trace.state.snapshots.arrays import fill, is_array, many_bytes, numbers
+from autopipe.trace.state.snapshots.fingerprints import (
     GENERATORS,
     ITERATORS,
     LARGEST,
@@ -34,7 +34,7 @@ from autopipe.trace.state.fingerprints import (
     is_plain_key,
     same_value,
 )
-from autopipe.trace.state.kinds import (
+from autopipe.trace.state.snapshots.kinds import (
     MOST_ENTRIES,
     WRAPPERS,
     behind,
@@ -45,7 +45,7 @@ from autopipe.trace.state.kinds import (
     may_be_state,
     memoized,
 )
-from autopipe.trace.state.places import ByIdentity, slots
+from autopipe.trace.state.snapshots.places import ByIdentity, slots
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from autopipe.trace.record.containers import length
-from autopipe.trace.state.arrays import is_array, numbers
-from autopipe.trace.state.fingerprints import drawn, fingerprint, same_value
-from autopipe.trace.state.observe import is_users_file
-from autopipe.trace.state.places import value_at
-from autopipe.trace.state.snapshot import DRAWN, WHOLE
+from autopipe.trace.state.observing.observe import is_users_file
+from autopipe.trace.state.snapshots.arrays import is_array, numbers
+from autopipe.trace.state.snapshots.fingerprints import drawn, fingerprint, same_value
+from autopipe.trace.state.snapshots.places import value_at
+from autopipe.trace.state.snapshots.snapshot import DRAWN, WHOLE
 
 
 def writing_line(run: Callable[[], object], owner: Any, key: Any) -> str:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from autopipe.trace.state.observe import is_users_file
+from autopipe.trace.state.observing.observe import is_users_file
 from autopipe.workload.model.size_limits import available_bytes
 
 _EVERY = 0.02  # seconds between two attempts to interrupt a run
