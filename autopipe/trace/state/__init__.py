@@ -8,7 +8,7 @@ the model owns changes the computation later, after the capture was verified::
                   and changes
     snapshots     what changed with every run: attributes, globals, closures, containers, arrays, generators
                   (``snapshot``), with ``fingerprints`` of the values at its ``places`` and of ``arrays``; ``kinds`` of
-                  values hold state
+                  values hold state; ``settings`` of the process are state, too. ``restoring`` undoes what a run changed
     reading       where those functions write and read it, including branches that were not taken (``source``, with
                   ``syntax``), and where a value that is read goes (``feeds``)
     trying        whether the loss changes with the ``values`` of ``later`` steps, where the source does not show who

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, 
 from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
 from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS
 from autopipe.trace.state.snapshots.places import Unusable, put, value_at
+from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.trying.later import changed_entries, keeps_a_part
 from autopipe.trace.state.trying.probe import Probe
@@ -181,6 +182,9 @@ class Look:
                 remedy=f"{KEEP}; for a log, write without reading",
             )
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
+        for place in changed:
+            if last.owners[place[0]] is SETTINGS:
+                self._refuse_setting(place[1], last)
         unknown = []  # places that the source does not show a read of
         for place in changed:
             if place[1] == DRAWN and not self._refuse_drawn(place, last):
@@ -191,6 +195,16 @@ class Look:
                 unknown.append(place)
         unknown += changed[_MOST_PLACES:]
         self._refuse_depended(list(dict.fromkeys(unknown)), second, last, set(changed))
+
+    def _refuse_setting(self, name: str, last: Snapshot) -> NoReturn:
+        """Refuse a setting of the process that every call changes."""
+        line = writing_line(lambda: self.run(self.item), SETTINGS, name)
+        last.restore()
+        raise TraceError(
+            f"{FORWARD} changes the setting {name} with every call: the model is not one fixed graph",
+            where=line,
+            remedy="set it once, where the model is built",
+        )
 
     def _refuse_drawn(self, place: Place, last: Snapshot) -> bool:
         """Refuse a generator, iterator or stream whose values are used. Return whether all of them are discarded."""

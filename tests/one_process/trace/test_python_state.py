@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,28 @@ import torch
 from support.models.state import ACCEPTED, BASE
 from support.models.state import REFUSED as COMMON
 from support.models.state_objects import BETWEEN, DISCARDED, OBJECTS, QUIET, SEEDED
-from support.models.state_places import PLACES
+from support.models.state_places import PLACES, PUT_BACK
+from support.models.state_places import SETTINGS as OF_THE_PROCESS
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture
+from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.workload import LoadOptions, load_workload
 
-REFUSED = {**COMMON, **PLACES, **OBJECTS, **BETWEEN}
-HARMLESS = {**ACCEPTED, **DISCARDED, **QUIET}
+REFUSED = {**COMMON, **PLACES, **OBJECTS, **BETWEEN, **OF_THE_PROCESS}
+HARMLESS = {**ACCEPTED, **DISCARDED, **QUIET, **PUT_BACK}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def settings_as_they_were() -> Iterator[None]:
+    before = dict(SETTINGS.all())
+    yield
+    for name, value in before.items():
+        SETTINGS.write(name, value)
 
 
 def written(text: str, folder: Path) -> Path:

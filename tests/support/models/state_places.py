@@ -56,3 +56,33 @@ class Net(Net):
                             "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),
         "os.environ[b'STATE_K']", "os.environ['STATE_K'] ="),
 }  # fmt: skip
+
+
+def setting(name: str, top: str, change: str) -> tuple[str, str, str]:
+    """Return the case of a setting of the process. ``change``: a statement that moves it on, from call to call."""
+    return top + "\n" + net("pass", change), f"the setting {name}", change
+
+
+SETTINGS = {
+    f"the setting {name}": setting(name, top, change)
+    for name, top, change in (
+        ("sys.setrecursionlimit", "import sys", "sys.setrecursionlimit(sys.getrecursionlimit() + 1)"),
+        ("decimal.getcontext", "import decimal", "decimal.getcontext().prec += 1"),
+        ("warnings.filters", "import warnings",
+         "warnings.filterwarnings('ignore', message=f'{len(warnings.filters)}')"),
+        ("numpy.seterr", "", "np.seterr(under='warn' if np.geterr()['under'] == 'ignore' else 'ignore')"),
+        ("torch.set_num_threads", "", "torch.set_num_threads(torch.get_num_threads() % 3 + 1)"),
+        ("torch.set_printoptions", "",
+         "torch.set_printoptions(precision=torch._tensor_str.PRINT_OPTS.precision + 1)"),
+    )
+}  # fmt: skip
+PUT_BACK = {
+    "settings that are put back, or set to the same value": "import decimal\n"
+    + net(
+        "pass",
+        "torch.set_printoptions(precision=6)\n"
+        "        with decimal.localcontext() as context, np.errstate(under='ignore'):\n"
+        "            context.prec = 9\n"
+        "            x = x * float(decimal.Decimal(1) / 3)",
+    ),
+}

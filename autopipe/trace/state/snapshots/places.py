@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from autopipe.trace.record.containers import attributes
+from autopipe.trace.state.snapshots.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,8 @@ def slots(value: Any) -> dict[str, Any]:
 
 def value_at(owner: Any, key: Any) -> Any:
     """Return the value at a place, or None if it is unknown."""
+    if isinstance(owner, Settings):
+        return owner.read(key)
     if isinstance(owner, Tensor):
         return owner
     try:

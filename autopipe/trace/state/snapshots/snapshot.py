@@ -6,7 +6,6 @@ a fingerprint of the value at each place, so that two snapshots show which place
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import gc
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
-from autopipe.trace.state.snapshots.arrays import fill, is_array, many_bytes, numbers
+from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length
+from autopipe.trace.state.snapshots.arrays import is_array, many_bytes, numbers
 from autopipe.trace.state.snapshots.fingerprints import (
     GENERATORS,
     ITERATORS,
@@ -46,6 +45,8 @@ from autopipe.trace.state.snapshots.kinds import (
     memoized,
 )
 from autopipe.trace.state.snapshots.places import ByIdentity, slots
+from autopipe.trace.state.snapshots.restoring import Kept
+from autopipe.trace.state.snapshots.settings import SETTINGS
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
@@ -79,15 +80,8 @@ class Snapshot:
     inside: dict[int, Any] = field(default_factory=dict)  # id -> the iterator or suspended generator that draws from it
     functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)  # functions that were reached
     compared: bool = True  # whether there are fingerprints; without them the snapshot can only be restored
-    _kept: list[tuple[Any, Any]] = field(default_factory=list)
-    _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
-    _variables: list[tuple[contextvars.ContextVar[Any], Any]] = field(default_factory=list)
-    _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
-    _slots: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
-    _arrays: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # with their fingerprints
+    _kept: Kept = field(default_factory=Kept)
     _long: dict[int, Any] = field(default_factory=dict)  # the content of containers with more than MOST_ENTRIES
-    _streams: list[tuple[Any, Any]] = field(default_factory=list)  # streams in memory, with their state
     _bytes: int = 0  # of large arrays
     _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
@@ -98,6 +92,7 @@ class Snapshot:
         ``compared``: False for a snapshot without fingerprints, which can only be restored.
         """
         snapshot = cls(compared=compared)
+        snapshot._add_settings()
         snapshot.extend(roots)
         return snapshot
 
@@ -181,29 +176,15 @@ class Snapshot:
         return {owner: content for owner, content in contents.items() if is_known(self.owners.get(owner), content)}
 
     def restore(self) -> None:
-        """Restore containers, attributes, closure cells and arrays. Generators that the user owns are not restored."""
-        for container, before in self._kept:
-            refill(container, before)
-        for cell, before in self._cells:
-            cell.cell_contents = before
-        for variable, content in self._variables:
-            if variable.get(None) is not content:
-                variable.set(content)
-        for owner, name, value in self._bound:
-            if vars(owner).get(name) is not value:
-                setattr(owner, name, value)
-        for owner, content in self._slots:
-            for name, value in content.items():
-                if slots(owner).get(name) is not value:
-                    object.__setattr__(owner, name, value)
-        for parameter, trained in self._trained:
-            parameter.requires_grad_(trained)
-        for array, before in self._arrays:
-            fill(array, before)
-        for stream, state in self._streams:
-            if not stream.closed and stream.__getstate__() != state:
-                with contextlib.suppress(BufferError):  # a part of it is in use
-                    stream.__setstate__(state)
+        """Restore containers, attributes, closure cells, arrays and settings, but no generators that the user owns."""
+        self._kept.restore()
+
+    def _add_settings(self) -> None:
+        self.owners[id(SETTINGS)] = SETTINGS
+        for name, value in SETTINGS.all():
+            self.values[id(SETTINGS), name] = "==", value
+            self.names[id(SETTINGS), name] = f"the setting {name}"
+            self._kept.settings[name] = value
 
     # --- the walk -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +198,7 @@ class Snapshot:
             if isinstance(value, nn.Parameter):
                 self.owners[id(value)] = value
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
-                self._trained.append((value, value.requires_grad))
+                self._kept.trained.append((value, value.requires_grad))
         elif is_array(value):
             self._bytes += (many := many_bytes(value))
             if self._bytes > _MOST_BYTES and many:
@@ -225,7 +206,7 @@ class Snapshot:
             self.owners[id(value)] = value
             self.values[id(value), ANY] = content = numbers(value)
             self.names[id(value), ANY] = path
-            self._arrays.append((value, content))
+            self._kept.arrays.append((value, content))
         elif isinstance(value, GENERATORS) or type(value) in ITERATORS:
             self.owners[id(value)] = value
             self.values[id(value), DRAWN] = ("==", drawn(value))
@@ -240,7 +221,7 @@ class Snapshot:
             yield from self._function(path, value)
         elif isinstance(value, contextvars.ContextVar):
             self.owners[id(value)] = value
-            self._variables.append((value, content := value.get(None)))
+            self._kept.variables.append((value, content := value.get(None)))
             self._put(value, "", content, path)
             yield path, content
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -263,13 +244,13 @@ class Snapshot:
         self.owners[id(value)] = value
         if isinstance(value, set):
             content = copied(value)
-            self._kept.append((value, content))
+            self._kept.containers.append((value, content))
             self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in PLAIN else id(e) for e in content))
             self.names[id(value), WHOLE] = path
             yield from ((f"an entry of {path}", entry) for entry in itertools.islice(content, MOST_ENTRIES))
             return
         if not isinstance(value, tuple):
-            self._kept.append((value, copied(value)))
+            self._kept.containers.append((value, copied(value)))
         first = list(itertools.islice(entries(value), MOST_ENTRIES))
         self.values[id(value), WHOLE] = (
             "==",
@@ -284,7 +265,7 @@ class Snapshot:
         if MOST_ENTRIES < length(value) <= LARGEST and self.compared:
             others = tuple((key, e if type(e) in PLAIN else id(e)) for key, e in _others(value) if is_plain_key(key))
             self.values[id(value), _OTHERS] = ("==", hash(others))
-            self._long[id(value)] = value if isinstance(value, tuple) else self._kept[-1][1]
+            self._long[id(value)] = value if isinstance(value, tuple) else self._kept.containers[-1][1]
 
     def _function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -295,13 +276,13 @@ class Snapshot:
             except ValueError:
                 continue  # not bound yet
             self.owners[id(cell)] = cell
-            self._cells.append((cell, content))
+            self._kept.cells.append((cell, content))
             self._put(cell, "", content, f"{name} of {value.__name__}")
             yield f"{name} of {value.__name__}", content
         for name, content in vars(value).items():
             self._put(value, name, content, f"{path}.{name}")
             yield f"{path}.{name}", content
-        self._kept.append((vars(value), dict(vars(value))))
+        self._kept.containers.append((vars(value), dict(vars(value))))
         for content in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield f"a default argument of {value.__name__}", content
 
@@ -311,7 +292,7 @@ class Snapshot:
             yield from self._namespace(path, value)
             return
         own = attributes(value) or {}
-        self._kept.append((own, dict(own)))
+        self._kept.containers.append((own, dict(own)))
         is_module = isinstance(value, nn.Module)
         is_torch = is_module and type(value).__module__.startswith("torch.")
         if not is_torch:
@@ -325,7 +306,7 @@ class Snapshot:
             self._put(value, name, entry, below)
             yield below, entry
         if content := slots(value):
-            self._slots.append((value, content))
+            self._kept.slots.append((value, content))
         for name, entry in content.items():
             self._put(value, name, entry, f"{path}.{name}")
             yield f"{path}.{name}", entry
@@ -337,7 +318,7 @@ class Snapshot:
             self.values[id(value), DRAWN] = ("==", now)
             self.names[id(value), DRAWN] = path
             if type(value) in (io.BytesIO, io.StringIO):
-                self._streams.append((value, value.__getstate__()))
+                self._kept.streams.append((value, value.__getstate__()))
         if has_attributes(value):
             for below, entry in self._object(path, value):
                 if isinstance(entry, CONTAINERS):
@@ -366,12 +347,12 @@ class Snapshot:
 
     def _bind(self, owner: type | types.ModuleType, name: str, entry: Any, path: str) -> tuple[str, Any]:
         self._put(owner, name, entry, path)
-        self._bound.append((owner, name, entry))
+        self._kept.bound.append((owner, name, entry))
         return path, entry
 
     def _registered(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         self._put(module, "training", module.training, f"{path}.training")
-        self._kept.append((module._modules, dict(module._modules)))
+        self._kept.containers.append((module._modules, dict(module._modules)))
         for name, child in module._modules.items():
             self._put(module, name, child, f"{path}.{name}")
             yield f"{path}.{name}", child

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from autopipe.trace.record.containers import length
-from autopipe.trace.state.observing.observe import is_users_file
+from autopipe.trace.state.observing.observe import is_own_file, is_users_file
 from autopipe.trace.state.snapshots.arrays import is_array, numbers
 from autopipe.trace.state.snapshots.fingerprints import drawn, fingerprint, same_value
 from autopipe.trace.state.snapshots.places import value_at
+from autopipe.trace.state.snapshots.settings import Settings
 from autopipe.trace.state.snapshots.snapshot import DRAWN, WHOLE
 
 
@@ -33,6 +34,8 @@ class _Tracer:
 
     def __init__(self, owner: Any, key: Any) -> None:
         self.owner, self.key = owner, key
+        # numpy's own functions set its settings
+        self._is_traced = is_own_file if isinstance(owner, Settings) else is_users_file
         self.before = self._state()
         self.line: tuple[str, int] | None = None  # the line that runs
         self.writer: tuple[str, int] | None = None
@@ -42,6 +45,8 @@ class _Tracer:
             return "==", drawn(self.owner)
         if self.key == WHOLE:
             return "==", length(self.owner)
+        if isinstance(self.owner, Settings):
+            return "==", self.owner.read(self.key)
         if is_array(self.owner):
             return numbers(self.owner)
         return fingerprint(value_at(self.owner, self.key))
@@ -52,7 +57,7 @@ class _Tracer:
 
     def call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         """Trace a call, if it is one of the user's functions."""
-        if self.writer is not None or not is_users_file(frame.f_code.co_filename):
+        if self.writer is not None or not self._is_traced(frame.f_code.co_filename):
             return None
         self._look()
         return self._step
@@ -61,7 +66,7 @@ class _Tracer:
         self._look()
         if event == "return":  # the rest of the caller's line runs now
             outer: types.FrameType | None = frame.f_back
-            while outer is not None and not is_users_file(outer.f_code.co_filename):
+            while outer is not None and not self._is_traced(outer.f_code.co_filename):
                 outer = outer.f_back
             self.line = (outer.f_code.co_filename, outer.f_lineno) if outer is not None else self.line
         else:
