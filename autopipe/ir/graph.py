@@ -109,6 +109,11 @@ def _is_call_of_torch(node: Node) -> bool:
     return node.kind == "call_method" or node.target.startswith("torch.")
 
 
+def _may_be_cast_of(spec: TensorSpec | None, parameter: TensorSpec) -> bool:
+    """Return whether a result may be the 16-bit cast of a parameter."""
+    return spec is not None and spec.shape == parameter.shape and spec.dtype in ("bfloat16", "float16")
+
+
 @dataclass(frozen=True)
 class Graph:
     """The forward of one microbatch.
@@ -248,11 +253,19 @@ class Graph:
         """The float32 parameters that one call of torch reads under autocast: stages may keep one cast of each.
 
         What an opaque module or another library does with a parameter is not known; it might read it without a cast.
+        A call that may return the cast itself, such as ``weight.bfloat16()``, is left out: later calls may change its
+        result in place, and under ``no_grad`` its result has no gradient.
         """
         num_readers = Counter(name for node in self.nodes for name in node.parameters)
         readers = [node for node in self.nodes if "autocast(" in node.context and _is_call_of_torch(node)]
-        names = {name for node in readers for name in node.parameters if num_readers[name] == 1}
-        return frozenset(name for name in names if self.parameters[name].dtype == "float32")
+        return frozenset(
+            name
+            for node in readers
+            for name in node.parameters
+            if num_readers[name] == 1
+            and self.parameters[name].dtype == "float32"
+            and not _may_be_cast_of(node.spec, self.parameters[name])
+        )
 
     @functools.cached_property
     def replayed_buffers(self) -> frozenset[str]:

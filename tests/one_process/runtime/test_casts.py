@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pipelines import Captured, measured_with, profile_of
+from support.pipelines import (
+    Captured,
+    assert_equals_oracle,
+    build,
+    captured_file,
+    measured_with,
+    minibatches,
+    plan_for,
+    profile_of,
+)
 from support.samples import SAMPLES
 from torch import nn
 from torch.nn import functional as F
@@ -227,6 +236,50 @@ def test_a_recurrent_layer_keeps_its_own_weights() -> None:
         runner.backward((0, j), {})
     assert runner.versions.casts.keys() == {"a.weight", "a.bias"}
     assert all(torch.equal(dict(stage.named_parameters())[name].grad, grad) for name, grad in expected.items())
+
+
+CASTS_ITSELF = """
+import torch
+from torch import nn
+
+class Cast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            CODE
+            return x + torch.tanh(x.bfloat16() @ w).float() + self.bias
+
+def build_model():
+    return nn.Sequential(Cast(), Cast(), Cast())
+
+def data(batch_size):
+    while True:
+        yield torch.randn(batch_size, 8), torch.randn(batch_size, 8)
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "w = self.w.bfloat16(); w.mul_(0.5)",
+        "w = self.w.to(torch.bfloat16).masked_fill_(torch.eye(8, dtype=torch.bool), 0.25)",
+        "torch.set_grad_enabled(False); w = self.w.bfloat16(); torch.set_grad_enabled(True)",
+    ],
+    ids=["changed in place", "masked in place", "without gradient"],
+)
+def test_a_cast_in_the_code_of_the_model_is_not_shared(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(CASTS_ITSELF.replace("CODE", code))
+    subject = captured_file(path)
+    plan = plan_for(subject, 2, "1f1b", 4, 8)
+    pipeline, items = build(subject, plan, tmp_path / "run"), minibatches(subject.workload, 2, 8)
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 @pytest.fixture(scope="module")
