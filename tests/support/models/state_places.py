@@ -51,6 +51,24 @@ class Net(Net):
             "self.k += 1\n        if x.shape[0] == 4: raise RuntimeError('four samples')",
             "y = y * (1.0 if self.k < 200 else 2.0) + self.six(x).sum(1, keepdim=True)"),
         "model.k", "self.k += 1"),
+    "a default argument that is replaced": (
+        "def steps(k=0):\n    return k\n" + net("pass", "steps.__defaults__ = (steps.__defaults__[0] + 1,)",
+                                              "y = y * (1.0 if steps() < 200 else 2.0)"),
+        "steps.__defaults__", "steps.__defaults__ ="),
+    "a default argument by keyword": (
+        "def steps(*, k=0):\n    return k\n" + net("pass", "steps.__kwdefaults__['k'] += 1",
+                                                 "y = y * (1.0 if steps() < 200 else 2.0)"),
+        "steps.__kwdefaults__['k']", "steps.__kwdefaults__['k'] += 1"),
+    "an attribute of a tensor": (
+        net("self.z = torch.zeros(1); self.z.k = 0", "self.z.k += 1", "y = y * (1.0 if self.z.k < 200 else 2.0)"),
+        "model.z.k", "self.z.k += 1"),
+    "notes of an exception": (
+        "E = ValueError('x')\n" + net("pass", "E.add_note('x')", "y = y * (1.0 if len(E.__notes__) < 200 else 2.0)"),
+        "changes E", "len(E.__notes__)"),
+    "memory of a map": (
+        "import mmap\n" + net("self.m = mmap.mmap(-1, 16)", "self.m[0] = self.m[0] + 1",
+                              "y = y * (1.0 if self.m[0] < 200 else 2.0)"),
+        "model.m", "self.m[0] = "),
     "the environment": (
         "import os\n" + net("pass", "os.environ['STATE_K'] = str(int(os.environ.get('STATE_K', '0')) + 1)",
                             "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),

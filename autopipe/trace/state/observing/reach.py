@@ -15,6 +15,7 @@ from torch import nn
 from autopipe.trace.state.observing import bytecode
 from autopipe.trace.state.observing.observe import Ran, is_own_file, is_package
 from autopipe.trace.state.snapshots.kinds import is_users_module
+from autopipe.trace.state.snapshots.places import OF_FUNCTIONS
 from autopipe.trace.state.snapshots.snapshot import Names
 
 _BACKWARD = "a hook of the backward pass"
@@ -36,6 +37,8 @@ def named(ran: Ran) -> Iterator[tuple[str, Any]]:
         yield from ((owner.__name__, Names(owner, ran.stored)) for owner in _of_libraries(ran))
     if ran.looked_up & _ENVIRONMENT:
         yield "os.environ", vars(os.environ)["_data"]
+    if ran.looked_up & {*OF_FUNCTIONS}:
+        yield from _functions(ran)
     for name, content in ran.cells:
         yield f"{name} of {ran.code.co_name}", content
     yield from ((function.__name__, function) for function in _rebinding(ran))
@@ -115,6 +118,15 @@ def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str
         seen.add(id(module))
         yield module, names
         pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
+
+
+def _functions(ran: Ran) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions that a function names."""
+    spaces = (ran.globals, *(vars(module) for module, _ in _modules_by_name(ran)))
+    for name in sorted(ran.looked_up):
+        for value in (space.get(name) for space in spaces):
+            if isinstance(value, types.FunctionType):
+                yield name, value
 
 
 def _of_libraries(ran: Ran) -> Iterator[types.ModuleType | type]:

@@ -166,7 +166,9 @@ def holder_of(name: str) -> Any:
     """Return a function that finds the owner of an attribute: the object itself, or the class that defines it."""
 
     def holder(value: Any) -> Any:
-        if isinstance(value, (type, types.ModuleType, Tensor)) or name in getattr(value, "__dict__", {name: 0}):
+        if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)) or name in getattr(
+            value, "__dict__", {name: 0}
+        ):
             return value
         if isinstance(value, nn.Module) and (name in value._modules or name in value._parameters):
             return value

@@ -47,6 +47,7 @@ _CONTENT: dict[str, Callable[[Any], Any]] = {
     **{f"_io.{name}": operator.methodcaller("tell") for name in ("TextIOWrapper", "FileIO")},
     **{f"_io.Buffered{name}": operator.methodcaller("tell") for name in ("Random", "Reader", "Writer")},
     "sqlite3.Connection": operator.attrgetter("total_changes"),
+    "mmap.mmap": lambda memory: (memory.tell(), hash(memory[:LARGEST])),
     "_csv.reader": operator.attrgetter("line_num"),
     "_thread.lock": operator.methodcaller("locked"),
     "_thread.RLock": lambda lock: repr(lock).partition(" object")[0],
@@ -128,7 +129,8 @@ def content_of(value: Any) -> Any:
         return None
     try:
         if isinstance(value, BaseException):
-            return tuple(entry if type(entry) in PLAIN else id(entry) for entry in value.args)
+            parts = (*value.args, *getattr(value, "__notes__", ()))
+            return tuple(entry if type(entry) in PLAIN else id(entry) for entry in parts)
         if isinstance(value, np.random.BitGenerator):
             return repr(value.state)
         read = _CONTENT.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -13,6 +13,9 @@ from torch import Tensor
 from autopipe.trace.record.containers import attributes
 from autopipe.trace.state.snapshots.settings import Settings
 
+OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__code__")
+"""Attributes of a function that it runs with."""
+
 
 @dataclass(frozen=True, eq=False)
 class ByIdentity:
@@ -63,7 +66,9 @@ def value_at(owner: Any, key: Any) -> Any:
     if isinstance(owner, Settings):
         return owner.read(key)
     if isinstance(owner, Tensor):
-        return owner
+        return (attributes(owner) or {}).get(key, owner)
+    if isinstance(owner, types.FunctionType) and key in OF_FUNCTIONS:
+        return getattr(owner, key)
     try:
         if isinstance(owner, types.CellType):
             return owner.cell_contents
@@ -95,7 +100,7 @@ def put(owner: Any, key: Any, value: Any) -> bool:
     elif isinstance(owner, (list, deque)) and type(key) is int:
         kind: Any = list if isinstance(owner, list) else deque
         kind.__setitem__(owner, key, value)
-    elif isinstance(owner, (type, types.ModuleType)):
+    elif isinstance(owner, (type, types.ModuleType)) or (isinstance(owner, types.FunctionType) and key in OF_FUNCTIONS):
         setattr(owner, key, value)
     elif key in (attributes(owner) or {}):
         (attributes(owner) or {})[key] = value
@@ -106,4 +111,4 @@ def put(owner: Any, key: Any, value: Any) -> bool:
     return True
 
 
-__all__ = ["ByIdentity", "Unusable", "put", "slots", "value_at"]
+__all__ = ["OF_FUNCTIONS", "ByIdentity", "Unusable", "put", "slots", "value_at"]

@@ -24,6 +24,7 @@ class Kept:
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)  # of closures
     variables: list[tuple[contextvars.ContextVar[Any], Any]] = field(default_factory=list)
     bound: list[tuple[Any, str, Any]] = field(default_factory=list)  # names of modules and classes
+    functions: list[tuple[types.FunctionType, dict[str, Any]]] = field(default_factory=list)  # what they run with
     slots: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     arrays: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # with their fingerprints
@@ -46,6 +47,10 @@ class Kept:
                 else vars(owner).get(name) is not value
             ):
                 setattr(owner, name, value)
+        for function, content in self.functions:
+            for name, value in content.items():
+                if getattr(function, name) is not value:
+                    setattr(function, name, value)
         for owner, content in self.slots:
             for name, value in content.items():
                 if slots(owner).get(name) is not value:

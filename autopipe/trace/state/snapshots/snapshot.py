@@ -44,7 +44,7 @@ from autopipe.trace.state.snapshots.kinds import (
     may_be_state,
     memoized,
 )
-from autopipe.trace.state.snapshots.places import ByIdentity, slots
+from autopipe.trace.state.snapshots.places import OF_FUNCTIONS, ByIdentity, slots
 from autopipe.trace.state.snapshots.restoring import Kept
 from autopipe.trace.state.snapshots.settings import SETTINGS
 
@@ -199,6 +199,8 @@ class Snapshot:
                 self.owners[id(value)] = value
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
                 self._kept.trained.append((value, value.requires_grad))
+            if own := attributes(value):
+                yield from self._assigned(path, value, own)
         elif is_array(value):
             self._bytes += (many := many_bytes(value))
             if self._bytes > _MOST_BYTES and many:
@@ -283,8 +285,21 @@ class Snapshot:
             self._put(value, name, content, f"{path}.{name}")
             yield f"{path}.{name}", content
         self._kept.containers.append((vars(value), dict(vars(value))))
+        runs_with = {name: getattr(value, name) for name in OF_FUNCTIONS}
+        self._kept.functions.append((value, runs_with))
+        for name, content in runs_with.items():
+            self._put(value, name, content, f"{path}.{name}")
         for content in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield f"a default argument of {value.__name__}", content
+        yield f"{path}.__kwdefaults__", value.__kwdefaults__
+
+    def _assigned(self, path: str, tensor: Tensor, own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Add the attributes that the user assigned to a tensor."""
+        self.owners[id(tensor)] = tensor
+        self._kept.containers.append((own, dict(own)))
+        for name, entry in own.items():
+            self._put(tensor, name, entry, f"{path}.{name}")
+            yield f"{path}.{name}", entry
 
     def _object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -356,8 +371,8 @@ class Snapshot:
         for name, child in module._modules.items():
             self._put(module, name, child, f"{path}.{name}")
             yield f"{path}.{name}", child
-        for name, parameter in module._parameters.items():
-            yield f"{path}.{name}", parameter
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            yield f"{path}.{name}", tensor
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():
                 yield f"a hook of {path}", hook
