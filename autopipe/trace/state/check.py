@@ -21,6 +21,7 @@ from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.state.between import refuse_data, refuse_hooks
+from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.observing.bytecode import constants
 from autopipe.trace.state.observing.files import watched_files
 from autopipe.trace.state.observing.observe import Ran, is_package, observed, refuse_seed
@@ -69,6 +70,7 @@ def refuse_changing_state(
                     raise failed_on_real_numbers("the model itself failed", error) from error
                 continue  # it may fail with few samples only
             look.refuse_changes(second, last)
+            refuse_counts(look, last)
             refuse_hooks(look, last)
             refuse_data(look, last, data or {})
             break
@@ -210,17 +212,17 @@ class Look:
         """Refuse a generator, iterator or stream whose values are used. Return whether all of them are discarded."""
         owner = last.owners[place[0]]
         uses = self._uses(owner, last)
-        if uses and all(use.feeds is not None and not self._is_read(use.feeds, last) for use in uses):
+        if uses and all(use.feeds is not None and not self.is_read(use.feeds, last) for use in uses):
             return True
         is_known = isinstance(owner, (*GENERATORS, *ITERATORS)) and not isinstance(owner, _COPIED)
         if all(is_package(use.where) for use in uses) and not is_known:
             return False
         is_drawn = isinstance(owner, GENERATORS) or (hasattr(owner, "__next__") and not isinstance(owner, io.IOBase))
         kind = "the generator " if is_drawn else ""
-        uses = [use for use in uses if use.feeds is None or self._is_read(use.feeds, last)]
+        uses = [use for use in uses if use.feeds is None or self.is_read(use.feeds, last)]
         return refuse(FORWARD, f"{kind}{last.names[place]}", uses, [], DRAW if kind else KEEP)
 
-    def _is_read(self, places: frozenset[Key], last: Snapshot) -> bool:
+    def is_read(self, places: frozenset[Key], last: Snapshot) -> bool:
         """Return whether the value at one of these places reaches anything except state that nothing reads."""
         return any(read_by_torch(place) or self.really_read(place, last, set()) for place in places)
 

@@ -11,7 +11,7 @@ import torch
 from support.models.state import ACCEPTED, BASE
 from support.models.state import REFUSED as COMMON
 from support.models.state_objects import BETWEEN, DISCARDED, OBJECTS, QUIET, SEEDED
-from support.models.state_places import PLACES, PUT_BACK
+from support.models.state_places import PLACES, UNCHANGED
 from support.models.state_places import SETTINGS as OF_THE_PROCESS
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
@@ -22,7 +22,7 @@ from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.workload import LoadOptions, load_workload
 
 REFUSED = {**COMMON, **PLACES, **OBJECTS, **BETWEEN, **OF_THE_PROCESS}
-HARMLESS = {**ACCEPTED, **DISCARDED, **QUIET, **PUT_BACK}
+HARMLESS = {**ACCEPTED, **DISCARDED, **QUIET, **UNCHANGED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

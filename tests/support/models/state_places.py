@@ -69,6 +69,17 @@ class Net(Net):
         "import mmap\n" + net("self.m = mmap.mmap(-1, 16)", "self.m[0] = self.m[0] + 1",
                               "y = y * (1.0 if self.m[0] < 200 else 2.0)"),
         "model.m", "self.m[0] = "),
+    "a count of references": (
+        "import sys\n" + net("self.t = object(); self.kept = []", "self.kept.append(self.t)",
+                             "y = y * (1.0 if sys.getrefcount(self.t) < 200 else 2.0)"),
+        "depends on sys.getrefcount", "sys.getrefcount(self.t)"),
+    "the version of a parameter": (
+        net("pass", "pass", "y = y * (1.0 if max(p._version for p in self.parameters()) < 200 else 2.0)"),
+        "depends on p._version", "p._version"),
+    "the hits of a cache": (
+        "@functools.lru_cache\ndef half(k):\n    return k / 2\n"
+        + net("pass", "x = x * half(3.0)", "y = y * (1.0 if half.cache_info().hits < 200 else 2.0)"),
+        "depends on half.cache_info", "half.cache_info()"),
     "the environment": (
         "import os\n" + net("pass", "os.environ['STATE_K'] = str(int(os.environ.get('STATE_K', '0')) + 1)",
                             "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),
@@ -94,7 +105,7 @@ SETTINGS = {
          "torch.set_printoptions(precision=torch._tensor_str.PRINT_OPTS.precision + 1)"),
     )
 }  # fmt: skip
-PUT_BACK = {
+UNCHANGED = {
     "settings that are put back, or set to the same value": "import decimal\n"
     + net(
         "pass",
@@ -103,4 +114,6 @@ PUT_BACK = {
         "            context.prec = 9\n"
         "            x = x * float(decimal.Decimal(1) / 3)",
     ),
+    "counts that are only printed": "@functools.lru_cache\ndef half(k):\n    return k / 2\n"
+    + net("pass", "x = x * half(3.0)", "print(half.cache_info(), self.o.weight._version)"),
 }

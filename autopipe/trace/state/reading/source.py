@@ -157,7 +157,7 @@ class Reader:
                 places = self.places(named)
                 kind = "read" if isinstance(named.ctx, ast.Load) else "write"
                 if places:
-                    yield Access(kind, frozenset(places), self._where(call), next(iter(places.values())), None, True)
+                    yield Access(kind, frozenset(places), self.where(call), next(iter(places.values())), None, True)
 
     def called(self) -> Iterator[tuple[types.FunctionType, dict[str, list[Any]]]]:
         """Yield the known functions that this one calls, with their arguments by name."""
@@ -182,7 +182,7 @@ class Reader:
         for node, above in chains(self.tree) if self.tree is not None else ():
             if any(linked is value for link in links(node) for linked in self.objects(link)):
                 feeds = Feeds(self, value).of(innermost(above), above)
-                yield Access("read", frozenset(), self._where(node), None, feeds)
+                yield Access("read", frozenset(), self.where(node), None, feeds)
 
     def is_local(self, name: str) -> bool:
         """Return whether a name is a local variable that no inner function uses."""
@@ -214,7 +214,7 @@ class Reader:
             statement = ast.Return(self.tree.body)
         if statement is None:
             return
-        where = self._where(node)
+        where = self.where(node)
         repeated = any(isinstance(a, (ast.For, ast.While, ast.If, ast.AsyncFor)) for a in above)
         call = above[-1] if isinstance(above[-1], ast.Call) and above[-1].func is node else None
         if not isinstance(getattr(node, "ctx", None), ast.Load):
@@ -264,7 +264,8 @@ class Reader:
                     return True
         return False
 
-    def _where(self, node: ast.AST) -> str:
+    def where(self, node: ast.AST) -> str:
+        """Return the file, line and text of a node."""
         line = getattr(node, "lineno", 0)
         text = linecache.getline(self.filename, line).strip()
         return f"{self.filename}:{line}" + (f": {text}" if text else "")
