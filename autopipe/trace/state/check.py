@@ -8,7 +8,6 @@ import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -175,10 +174,9 @@ class Look:
         """Refuse state that changes between runs of the same batch, weights and random numbers, and is read."""
         if second is last:
             return
-        for path, line in self._files.items():
-            kind = "the folder" if Path(path).is_dir() else "the file"
+        for name, line in self._files.items():
             raise TraceError(
-                f"{FORWARD} changes {kind} {path}, and reads what an earlier call left there: "
+                f"{FORWARD} changes {name}, and reads what an earlier call left there: "
                 "the model is not one fixed graph",
                 where=line,
                 remedy=f"{KEEP}; for a log, write without reading",

@@ -80,6 +80,13 @@ class Net(Net):
         "@functools.lru_cache\ndef half(k):\n    return k / 2\n"
         + net("pass", "x = x * half(3.0)", "y = y * (1.0 if half.cache_info().hits < 200 else 2.0)"),
         "depends on half.cache_info", "half.cache_info()"),
+    "the position of a descriptor": (
+        "import os\n" + net("self.f = os.open(__file__, os.O_RDONLY)", "x = x * (1.0 if os.read(self.f, 1) else 2.0)"),
+        "the position of file descriptor", "os.read(self.f, 1)"),
+    "the content behind a descriptor": (
+        "import os\n" + net("self.f = os.open(__file__ + '.log', os.O_WRONLY | os.O_CREAT); os.write(self.f, b'x')",
+                            "os.write(self.f, b'x')", "y = y * (1.0 if os.fstat(self.f).st_size < 200 else 2.0)"),
+        "model.py.log", "os.write(self.f, b'x')"),
     "the environment": (
         "import os\n" + net("pass", "os.environ['STATE_K'] = str(int(os.environ.get('STATE_K', '0')) + 1)",
                             "y = y * (1.0 if int(os.environ['STATE_K']) < 200 else 2.0)"),
@@ -113,6 +120,15 @@ UNCHANGED = {
         "        with decimal.localcontext() as context, np.errstate(under='ignore'):\n"
         "            context.prec = 9\n"
         "            x = x * float(decimal.Decimal(1) / 3)",
+    ),
+    "descriptors that are read from the start, and a file for one call": "import os, tempfile\n"
+    + net(
+        "self.f, self.log = os.open(__file__, os.O_RDONLY), os.open(__file__ + '.log', os.O_WRONLY | os.O_CREAT)",
+        "os.write(self.log, b'a step')\n"
+        "        os.lseek(self.f, 0, os.SEEK_SET)\n"
+        "        with tempfile.TemporaryFile() as copy:\n"
+        "            copy.write(os.read(self.f, 1))\n"
+        "            x = x * copy.tell()",
     ),
     "counts that are only printed": "@functools.lru_cache\ndef half(k):\n    return k / 2\n"
     + net("pass", "x = x * half(3.0)", "print(half.cache_info(), self.o.weight._version)"),

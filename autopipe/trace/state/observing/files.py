@@ -1,4 +1,4 @@
-"""Files and folders that forward or loss read and change: state that no snapshot contains."""
+"""Files, folders and descriptors that forward or loss read and change: state that no snapshot contains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ _READ, _NEW, _CHANGED = "read", "new", "changed"
 _ASKING = frozenset(("exists", "lexists", "isfile", "isdir", "islink", "is_file", "is_dir"))
 """Functions that ask whether a file exists: before its heading is written, or a cache is filled."""
 _FRAMES = 4  # from ``os.stat`` to the function that asks
-_OPEN, _OPEN_DESCRIPTOR = open, os.open
+_OPEN, _OPEN_DESCRIPTOR, _OPEN_PIPE = open, os.open, os.pipe
+_POSITION = "the position of file descriptor "
+_DESCRIPTORS = {
+    **dict.fromkeys(("read", "readv"), ((_READ,), (_READ, _CHANGED))),
+    **dict.fromkeys(("write", "writev"), ((_CHANGED,), (_CHANGED,))),
+    **dict.fromkeys(("pread", "preadv", "fstat"), ((_READ,), ())),
+    **dict.fromkeys(("pwrite", "pwritev"), ((_CHANGED,), ())),
+    "ftruncate": ((_NEW,), ()),
+}
+"""Functions of ``os`` whose first argument is a descriptor: their accesses to the content and to the position."""
 
 
 class Files:
@@ -29,20 +38,46 @@ class Files:
     def __init__(self) -> None:
         self._kinds: dict[str, list[str]] = {}
         self._writers: dict[str, str] = {}  # path -> the first line that changes it
+        self._opened: set[int] = set()  # descriptors that the run opened itself
 
     def carried(self) -> dict[str, str]:
-        """Return what the run reads as an earlier run left it, and changes: path -> the line that changes it."""
-        return {path: self._writers[path] for path, kinds in self._kinds.items() if _is_carried(kinds)}
+        """Return what the run reads as an earlier run left it, and changes: its name -> the line that changes it."""
+        return {_name(path): self._writers[path] for path, kinds in self._kinds.items() if _is_carried(kinds)}
 
     def note(self, path: Any, kinds: Iterable[str], *, entry: bool = False) -> None:
         """Note accesses to a path. ``entry``: its folder gains or loses it. Descriptors are ignored."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         whole = Path(os.path.realpath(os.fsdecode(path)))  # ``Path.resolve`` calls ``os.stat``
-        for one, added in ((str(whole), list(kinds)), (str(whole.parent), [_CHANGED] if entry else [])):
-            self._kinds.setdefault(one, []).extend(added)
-            if set(added) - {_READ}:
-                self._writers.setdefault(one, here())
+        self._add(str(whole), kinds)
+        self._add(str(whole.parent), [_CHANGED] if entry else [])
+
+    def _add(self, path: str, kinds: Iterable[str]) -> None:
+        added = list(kinds)
+        self._kinds.setdefault(path, []).extend(added)
+        if set(added) - {_READ}:
+            self._writers.setdefault(path, here())
+
+    def note_descriptor(self, descriptor: Any, content: Iterable[str] = (), position: Iterable[str] = ()) -> None:
+        """Note accesses to what is behind a descriptor, and to its position, unless the run opened it."""
+        if type(descriptor) is int and descriptor not in self._opened:
+            with contextlib.suppress(OSError):
+                path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+                self._add(path, content)
+                self._add(f"{_POSITION}{descriptor} ({path})", position)
+
+    def noting_descriptor(self, content: Iterable[str], position: Iterable[str]) -> Callable[..., None]:
+        """Return a function that notes accesses to its first argument, a descriptor."""
+
+        def note(descriptor: Any, *_: Any, **__: Any) -> None:
+            self.note_descriptor(descriptor, content, position)
+
+        return note
+
+    def note_position(self, descriptor: Any, offset: int, whence: int, *_: Any) -> None:
+        """Note a call of ``os.lseek``."""
+        moved = [_READ, _CHANGED] if offset else [_READ]
+        self.note_descriptor(descriptor, position=[_NEW] if whence == os.SEEK_SET else moved)
 
     def noting(self, kind: str, *, entry: bool = False) -> Callable[..., None]:
         """Return a function that notes accesses of a kind to its first argument."""
@@ -71,10 +106,25 @@ class Files:
         """Open a file, as ``os.open`` does."""
         is_there = Path(os.fsdecode(path)).exists()
         descriptor = _OPEN_DESCRIPTOR(path, flags, *args, **kwargs)
+        self._opened.add(descriptor)
         access = flags & os.O_ACCMODE
-        kinds = [_NEW] if flags & os.O_TRUNC else [_CHANGED] if access != os.O_RDONLY else []
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            return descriptor  # a file without a name, in the folder ``path``
+        kinds = [_NEW] if flags & os.O_TRUNC or not is_there else [_CHANGED] if access != os.O_RDONLY else []
         self.note(path, kinds if access == os.O_WRONLY or kinds == [_NEW] else [_READ, *kinds], entry=not is_there)
         return descriptor
+
+    def open_pipe(self) -> tuple[int, int]:
+        """Open a pipe, as ``os.pipe`` does."""
+        ends = _OPEN_PIPE()
+        self._opened.update(ends)
+        return ends
+
+
+def _name(path: str) -> str:
+    if path.startswith(_POSITION):
+        return path
+    return f"the folder {path}" if Path(path).is_dir() else f"the file {path}"
 
 
 def _is_carried(kinds: list[str]) -> bool:
@@ -91,6 +141,7 @@ def watched_files() -> Iterator[Files]:
         for owner in (builtins, io):
             stack.enter_context(replaced(owner, "open", files.open))
         stack.enter_context(replaced(os, "open", files.open_descriptor))
+        stack.enter_context(replaced(os, "pipe", files.open_pipe))
         for owner, name, note in _noted(files):
             stack.enter_context(replaced(owner, name, _after(getattr(owner, name), note)))
         yield files
@@ -103,6 +154,9 @@ def _noted(files: Files) -> Iterator[tuple[Any, str, Callable[..., object]]]:
     yield os, "mkdir", files.noting(_NEW, entry=True)
     yield from ((os, name, files.noting(_READ)) for name in ("listdir", "scandir"))
     yield from ((os, name, files.noting(_CHANGED, entry=True)) for name in ("remove", "unlink", "rmdir"))
+    yield os, "lseek", files.note_position
+    for name, (content, position) in _DESCRIPTORS.items():
+        yield os, name, files.noting_descriptor(content, position)
     yield from ((os, name, files.note_renamed) for name in ("rename", "replace"))
 
 
