@@ -237,7 +237,9 @@ class Plan:
         """The identity of what determines a run's result: cuts, ranks and schedule, without the predicted figures."""
         stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute, s.units) for s in self.stages]
         order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
-        return digest((self.graph_digest, stages, self.ties, *order))
+        # an optimizer that looks beyond a parameter steps otherwise in a shard
+        sharded = [self.shard_optimizer] if self.shard_optimizer else []
+        return digest((self.graph_digest, stages, self.ties, *order, *sharded))
 
     @property
     def flops_per_sample(self) -> float:

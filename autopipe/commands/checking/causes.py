@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
 from autopipe.commands.steps import Prepared
@@ -11,6 +13,7 @@ from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step import borrowed
 from autopipe.runtime.after_step.probe import probe as probe_after_step
 from autopipe.runtime.context import RunContext
+from autopipe.runtime.step.sharding import shards
 from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.optimizer_probe import Finding, probe
@@ -18,6 +21,7 @@ from autopipe.workload import Workload
 from autopipe.workload.model.shared_memory import overlapping
 
 _ONE_STAGE = "or train in one stage (--gpus 1)"
+_COMPLETE = "or let every replica step all parameters of its stage (--shard-optimizer never)"
 _MOST_BORROWED = 8  # parameters of other stages that one parameter may depend on; they are sent after every step
 
 
@@ -29,35 +33,51 @@ def hidden_cause(prepared: Prepared) -> RunError | None:
 
     Raises: ModelFileError if the optimizer hook fails.
     """
-    if len(prepared.plan.stages) == 1:
+    plan, workload = prepared.plan, prepared.workload
+    if len(plan.stages) == 1 and not plan.shard_optimizer:
         return None
-    model = prepared.workload.build_model()
+    model = workload.build_model()
     overlap = _overlap(prepared, model)
     if overlap is not None:
         return overlap
-    error = refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph, model)
+    error = refusal_of_after_step(workload, plan, prepared.graph, model)
     if error is not None:
         return error
-    copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
-    stages = [
-        [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
+    copies = {(tie.parameter, stage) for tie in plan.ties for stage in tie.copies}
+    stages = [[name for name in stage.parameters if (name, stage.index) not in copies] for stage in plan.stages]
+    finding = probe(workload, stages, model)
+    if finding is not None:
+        return looks_beyond(finding, prepared)
+    if not plan.shard_optimizer:
+        return None
+    parameters = dict(model.named_parameters())
+    parts = [
+        (stage.index, part)
+        for stage, names in zip(plan.stages, stages, strict=True)
+        for part in shards({name: parameters[name] for name in names if name in parameters}, plan.sharing(stage))
     ]
-    finding = probe(prepared.workload, stages, model)
-    return None if finding is None else looks_beyond(finding, prepared)
+    finding = probe(workload, [part for _, part in parts], model)
+    if finding is None:
+        return None
+    return looks_beyond(dataclasses.replace(finding, stage=parts[finding.stage][0]), prepared, shard=True)
 
 
 def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
     pair = overlapping(model)
     if pair is None:
         return None
-    one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in pair)
-    if one == other and not staleness(RunContext.of(prepared.plan, prepared.graph)):
+    plan = prepared.plan
+    one, other = ({stage.index for stage in plan.stages if name in stage.parameters} for name in pair)
+    apart = one != other or staleness(RunContext.of(plan, prepared.graph))
+    if not apart and not any(plan.sharing(plan.stages[index]) > 1 for index in one):
         return None
     return RunError(
         f"parameters {pair[0]} (stages {sorted(one)}) and {pair[1]} (stages {sorted(other)}) share memory, so a step "
-        "of one changes the other; stages and weight versions do not share memory",
+        "of one changes the other; stages, weight versions and replicas that divide the optimizer state do not share "
+        "memory",
         where=prepared.workload.name,
-        remedy=f"use one nn.Parameter in both places, which autopipe treats as tied; {_ONE_STAGE}",
+        remedy="use one nn.Parameter in both places, which autopipe treats as tied; "
+        f"{_ONE_STAGE if apart else _COMPLETE}",
     )
 
 
@@ -99,25 +119,31 @@ def refusal_of_after_step(
     )
 
 
-def looks_beyond(finding: Finding, prepared: Prepared) -> RunError:
-    """Return the error for a finding of the optimizer's probe."""
+def looks_beyond(finding: Finding, prepared: Prepared, *, shard: bool = False) -> RunError:
+    """Return the error for a finding of the optimizer's probe.
+
+    ``shard``: optimizers over complete stages are right, and those over the parts of their replicas are not.
+    """
     where = prepared.workload.stepping.optimizer_place
+    whole = "all parameters of the stage" if shard else "the whole model"
     difference = (
         f"with the same gradients, its step of {finding.parameter} in {_label(prepared, finding.stage)} differs from "
-        f"that over the whole model (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
+        f"that over {whole} (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
     )
+    others, each = ("other replicas", "replica") if shard else ("other stages", "stage")
+    instead = _COMPLETE if shard else _ONE_STAGE
     if finding.draws:
         return RunError(
-            f"the optimizer draws random numbers, which would differ in each stage: {difference}",
+            f"the optimizer draws random numbers, which would differ in each {each}: {difference}",
             where=where,
-            remedy=f"remove the draws, or add the noise to the loss or in a layer; {_ONE_STAGE}",
+            remedy=f"remove the draws, or add the noise to the loss or in a layer; {instead}",
         )
     return RunError(
-        f"the optimizer depends on parameters of other stages: {difference}. Each stage has an optimizer for its own "
+        f"the optimizer depends on parameters of {others}: {difference}. Each {each} has an optimizer for its own "
         "parameters, so a norm, a scale or a position among all parameters is different there",
         where=where,
         remedy="clip the norm over all gradients with --clip-grad-norm X instead of in the optimizer; choose learning "
-        f"rates and groups by a parameter's name, not by its position or the number of parameters; {_ONE_STAGE}",
+        f"rates and groups by a parameter's name, not by its position or the number of parameters; {instead}",
     )
 
 
@@ -142,7 +168,7 @@ def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
             where=prepared.workload.stepping.optimizer_place,
             remedy="let the optimizer step each parameter from its own gradient and state: without a norm or count "
             "over all parameters (--clip-grad-norm X clips over all stages), a position in the list, random numbers, "
-            f"or parameters that were not passed to it; {_ONE_STAGE}",
+            f"or parameters that were not passed to it; {_COMPLETE if plan.shard_optimizer else _ONE_STAGE}",
         )
     name, stage, node_ = _first_wrong(comparison, graph, RunContext.of(plan, graph))
     label = plan.stages[stage].label

@@ -2,7 +2,7 @@
 
 Each replica builds the optimizer of its own parameters alone, steps these, and sends the new values to the others. All
 replicas have the same gradients, so the result is that of an optimizer on every replica, for every optimizer that
-steps a parameter from its own gradient and state. ``check`` finds an optimizer that does not.
+steps a parameter from its own gradient and state. ``verify.optimizer_probe`` finds an optimizer that does not.
 
 Source: ZeRO, arXiv:1910.02054, section 5.1 (stage 1), by whole parameters as in torch's ZeroRedundancyOptimizer.
 """
@@ -33,6 +33,11 @@ def divide(sizes: Mapping[str, int], count: int, first: Collection[str] = ()) ->
     return parts
 
 
+def shards(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
+    """Return the names of the parameters that each of ``count`` replicas steps."""
+    return divide({name: p.numel() * p.element_size() * p.requires_grad for name, p in parameters.items()}, count)
+
+
 class OptimizerShard:
     """One replica's part of a stage.
 
@@ -44,8 +49,7 @@ class OptimizerShard:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Sequence[int], transport: Transport) -> None:
-        sizes = {name: p.numel() * p.element_size() if p.requires_grad else 0 for name, p in parameters.items()}
-        names = set(divide(sizes, len(group))[group.index(transport.rank)])
+        names = set(shards(parameters, len(group))[group.index(transport.rank)])
         # the parameters of this replica, in the order of the stage
         self.own = {name: parameter for name, parameter in parameters.items() if name in names}
         self._group, self._transport = tuple(group), transport

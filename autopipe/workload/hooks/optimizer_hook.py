@@ -88,10 +88,11 @@ class OptimizerHook:
 
     def _failing_on_a_part(self, error: ModelFileError, trained: Named) -> ModelFileError:
         return ModelFileError(
-            f"{error.what}. The hook was called with the {counted(len(trained), 'parameter')} of one stage "
+            f"{error.what}. The hook was called with the {counted(len(trained), 'parameter')} of one stage or replica "
             f"({trained[0][0]} to {trained[-1][0]}); it does not fail with those of the whole model",
             where=error.where,
-            remedy="each stage has its own optimizer: omit groups, and inner optimizers, that have no parameters there",
+            remedy="each stage has its own optimizer, and so has each of its replicas without --shard-optimizer never: "
+            "omit groups, and inner optimizers, that have no parameters there",
         )
 
     def _refuse_inconsistent_choice(self, taken: set[str], trained: Named) -> None:

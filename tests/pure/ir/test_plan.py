@@ -125,6 +125,11 @@ def test_a_parameter_in_no_stage_is_refused() -> None:
         refuse_disagreement(for_graph(planned(), graph), graph)
 
 
+def test_a_divided_optimizer_state_is_another_plan() -> None:
+    plan = planned()
+    assert dataclasses.replace(plan, shard_optimizer=True).digest != plan.digest
+
+
 def test_a_third_output_is_refused() -> None:
     names = tuple(node.name for node in PROFILE.graph.nodes)
     graph = dataclasses.replace(PROFILE.graph, outputs=(names[-1], names[0], names[1]))
