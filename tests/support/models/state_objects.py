@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from .state import loss, net
+from .state import DATA, loss, net
 
 LATER = "x = x * 2 if {} else x"
 
@@ -111,7 +111,28 @@ FILE = pathlib.Path(__file__ + ".state")
 
 """
 PHRASE_OF_FILES = "reads what an earlier call left there"
+HALVING = """
+    def halve(self):
+        for _ in range(1): self.s = 0.5
+        return self.k
+"""
+LOGGING = """
+    def log_step(self, k):
+        if k % 10 != 0: return
+        text = self.phrase(k)
+        print(text)
+    def phrase(self, k):
+        words = []
+        for word in ("step", str(k)): words.append(word)
+        return " ".join(words)
+"""
 BETWEEN = {
+    "data decides whether a printed function changes the model": (
+        "EPOCH = [0]\n" + net("self.k, self.s = 0, 1.0", "if EPOCH[0] > 24: print(self.halve())\n        x = x * self.s")
+        + HALVING + DATA.format(change="EPOCH[0] = i"), "EPOCH[0]", "EPOCH[0] = i"),
+    "a counter that a function returns early with": (
+        "S = [1.0]\ndef tick(k):\n    if k < 200: return\n    S[0] = 2.0\n"
+        + net("self.k = 0", "self.k += 1\n        tick(self.k)", "y = y * S[0]"), "model.k", "self.k += 1"),
     "a number in a file": (
         late("FILE.write_text('0')", "k = int(FILE.read_text()) + 1; FILE.write_text(str(k))", "k > 200", FILES),
         PHRASE_OF_FILES, "FILE.write_text(str(k))"),
@@ -177,6 +198,8 @@ SEEDED = {
 }
 
 QUIET = {
+    "a counter that a method logs": net("self.k = 0", "self.k += 1\n        self.log_step(self.k)") + LOGGING,
+    "an epoch of data that a method logs": "EPOCH = [0]\n" + net("pass", "self.log_step(EPOCH[0])") + LOGGING + DATA.format(change="EPOCH[0] = i"),
     "a line in a file": FILES + net("pass", "with FILE.open('a') as f: f.write('x')"),
     "a table with a heading in a file": FILES + net(
         "pass", "is_there = os.path.exists(FILE)\n        with open(FILE, 'a') as f: f.write('x' if is_there else 'heading')"

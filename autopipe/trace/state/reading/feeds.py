@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import types
 from typing import TYPE_CHECKING, Any
 
 from autopipe.trace.state.reading.syntax import chains, has_items, links
@@ -28,10 +29,11 @@ class Feeds:
     """Follows one value through a function: the places that it is written to, or None if it goes elsewhere.
 
     ``drawn``: the generator, iterator or stream that the value is, if a call on it as a statement discards its result.
+    ``callers``: the functions whose statements call this one and discard its result.
     """
 
-    def __init__(self, reader: Reader, drawn: Any = None) -> None:
-        self._reader, self._drawn = reader, drawn
+    def __init__(self, reader: Reader, drawn: Any = None, callers: tuple[types.CodeType, ...] = ()) -> None:
+        self._reader, self._drawn, self._callers = reader, drawn, callers
         self._followed: set[str] = set()  # local names
 
     def of(self, statement: ast.stmt | None, above: tuple[ast.AST, ...]) -> frozenset[Key] | None:
@@ -42,11 +44,16 @@ class Feeds:
         if statement is None or any(isinstance(node, _DEFERRED) for node in above):
             return None
         if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
-            return self._all([*statement.body, *statement.orelse])
+            return _together([self._all([*statement.body, *statement.orelse]), self._called_in(statement.test)])
         return self._one(statement)
 
     def _one(self, statement: ast.stmt) -> frozenset[Key] | None:
-        """Return the state that a statement writes if that is its only effect, or None."""
+        """Return the state that a statement and the functions in it write if that is its only effect, or None."""
+        if isinstance(statement, ast.If):
+            return _together([self._all([*statement.body, *statement.orelse]), self._called_in(statement.test)])
+        return _together([self._directly(statement), self._called_in(statement)])
+
+    def _directly(self, statement: ast.stmt) -> frozenset[Key] | None:
         if isinstance(statement, _SILENT):
             return frozenset()
         if isinstance(statement, ast.Assign):
@@ -57,8 +64,8 @@ class Feeds:
             return self._call(statement.value)
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             return frozenset()
-        if isinstance(statement, ast.If):
-            return self._all([*statement.body, *statement.orelse])
+        if isinstance(statement, ast.Return) and self._callers:
+            return frozenset()
         if isinstance(statement, ast.Delete):
             return frozenset(place for target in statement.targets for place in self._reader.places(target))
         return None
@@ -107,7 +114,27 @@ class Feeds:
         if isinstance(function, ast.Attribute) and name in MUTATORS:
             bases = [base for base in self._reader.objects(function.value) if has_items(base)]
             return frozenset((id(base), ANY) for base in bases) if bases else None
-        return None
+        return self._into(call)
+
+    def _called_in(self, tree: ast.AST) -> frozenset[Key]:
+        """Return the state that the user's functions write that an expression or a simple statement calls."""
+        pending, seen, places = [(self._reader, tree)], {self._reader.ran.code}, set()
+        while pending:
+            reader, part = pending.pop()
+            callees = (reader.callee(call) for call in ast.walk(part) if isinstance(call, ast.Call))
+            for callee in callees:
+                if callee is not None and callee.tree is not None and callee.ran.code not in seen:
+                    seen.add(callee.ran.code)
+                    pending.append((callee, callee.tree))
+                    places |= callee.written()
+        return frozenset(places)
+
+    def _into(self, call: ast.Call) -> frozenset[Key] | None:
+        """Return the state that a function of the user writes if that is its only effect, or None."""
+        callee, callers = self._reader.callee(call), (*self._callers, self._reader.ran.code)
+        if callee is None or not isinstance(callee.tree, ast.FunctionDef) or callee.ran.code in callers:
+            return None
+        return Feeds(callee, callers=callers)._all(callee.tree.body)
 
     def _discards(self, call: ast.Call, name: str) -> bool:
         """Return whether a statement draws from the generator, and neither keeps the value nor fills an argument."""

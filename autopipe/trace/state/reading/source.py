@@ -161,21 +161,42 @@ class Reader:
 
     def called(self) -> Iterator[tuple[types.FunctionType, dict[str, list[Any]]]]:
         """Yield the known functions that this one calls, with their arguments by name."""
-        if self.tree is None:
-            return
-        for node in walk(self.tree):
-            if not isinstance(node, ast.Call):
+        for node in walk(self.tree) if self.tree is not None else ():
+            if isinstance(node, ast.Call):
+                yield from self.callees(node)
+
+    def callees(self, call: ast.Call) -> Iterator[tuple[types.FunctionType, dict[str, list[Any]]]]:
+        """Yield the known functions that a call may run, with their arguments by name."""
+        bases = self.objects(call.func.value) if isinstance(call.func, ast.Attribute) else []
+        for value in self.objects(call.func):
+            function = getattr(value, "__func__", value)
+            if not isinstance(function, types.FunctionType):
                 continue
-            bases = self.objects(node.func.value) if isinstance(node.func, ast.Attribute) else []
-            for value in self.objects(node.func):
-                function = getattr(value, "__func__", value)
-                if not isinstance(function, types.FunctionType):
-                    continue
-                names = function.__code__.co_varnames[: function.__code__.co_argcount]
-                arguments = [self.objects(argument) for argument in node.args]
-                if names[:1] == ("self",):
-                    arguments = [bases, *arguments]
-                yield function, dict(zip(names, arguments, strict=False))
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            arguments = [self.objects(argument) for argument in call.args]
+            if names[:1] == ("self",):
+                arguments = [bases, *arguments]
+            yield function, dict(zip(names, arguments, strict=False))
+
+    def callee(self, call: ast.Call) -> Reader | None:
+        """Return a reader of the user's only function that a call may run, or None."""
+        known = list(self.callees(call))
+        if len(known) != 1 or len(self.objects(call.func)) != 1:
+            return None
+        function, names = known[0]
+        self.snapshot.functions.setdefault(function.__code__, function)
+        is_own = is_own_file(function.__code__.co_filename)
+        return Reader(Ran(function.__code__, function.__globals__, names), self.snapshot) if is_own else None
+
+    def written(self) -> set[Key]:
+        """Return the places that the function writes."""
+        places: set[Key] = set()
+        for node, above in chains(self.tree) if self.tree is not None else ():
+            if not isinstance(getattr(node, "ctx", None), ast.Load):
+                places |= self.places(node).keys()
+            elif isinstance(node, ast.Attribute) and node.attr in MUTATORS and isinstance(above[-1], ast.Call):
+                places |= {(id(base), ANY) for base in self.objects(node.value) if has_items(base)}
+        return places
 
     def uses(self, value: Any) -> Iterator[Access]:
         """Yield every reference to a generator, iterator or stream, with the state that its values only go into."""
