@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import nn
 
+from autopipe.commands.checking.builds import differing_attribute
 from autopipe.commands.steps import Prepared
 from autopipe.errors import RunError, counted
 from autopipe.ir.graph import Graph, Node
@@ -169,6 +170,14 @@ def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
             remedy="let the optimizer step each parameter from its own gradient and state: without a norm or count "
             "over all parameters (--clip-grad-norm X clips over all stages), a position in the list, random numbers, "
             f"or parameters that were not passed to it; {_COMPLETE if plan.shard_optimizer else _ONE_STAGE}",
+        )
+    attribute = "" if comparison.first_gradients else differing_attribute(prepared.workload)
+    if attribute:
+        return RunError(
+            f"two builds of the model differ: {attribute}; so stages and plain training do not have the same model",
+            where=prepared.workload.spec.target,
+            remedy="pass a position or a number to the constructor instead of counting objects in a class or a global "
+            "variable, or start the count in the function that builds the model",
         )
     name, stage, node_ = _first_wrong(comparison, graph, RunContext.of(plan, graph))
     label = plan.stages[stage].label

@@ -76,6 +76,13 @@ def test_a_batch_changed_in_place_is_restored_for_the_compared_run(
     assert checked(tmp_path, monkeypatch, forward="x.mul_(0.5)")["bitwise"]
 
 
+def test_a_class_that_counts_its_objects_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = "Net.built = getattr(Net, 'built', 0) + 1; self.d.number = Net.built"
+    report = checked(tmp_path, monkeypatch, init, forward="x = x * self.d.number")
+    assert "two builds of the model differ: d.number is" in report["cause"]
+    assert "instead of counting objects in a class" in report["cause"]
+
+
 def test_a_wrong_forward_is_distinguished_from_a_wrong_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         scaled = StageRunner._scaled
