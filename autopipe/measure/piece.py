@@ -111,6 +111,10 @@ class StateCopies:
         if id(module) not in self._memo:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._tensor(tensor)
+            for part in module.modules():
+                for value in vars(part).values():
+                    if isinstance(value, Tensor) and not value.is_leaf:  # of a forward: deepcopy would refuse it
+                        self._tensor(value)
             copied = copy.deepcopy(module, self._memo)
             for part in copied.modules():
                 for name, value in list(vars(part).items()):

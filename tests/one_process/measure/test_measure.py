@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from support.pipelines import captured_file
 from support.stacks import SPEC, Stack, Workload, captured, stack_of
 from torch import fx, nn
 
@@ -47,6 +48,34 @@ def test_every_node_is_covered_at_every_size_and_nothing_is_negative():
         assert measurement.spread >= 0
     assert profile.workload is SPEC and profile.graph is capture.graph
     assert (profile.device.kind, profile.device.threads) == ("cpu", 1) and profile.device.memory_bytes > 0
+
+
+HOOKED = """
+import torch
+from torch import nn
+from torch.nn.utils import prune, weight_norm
+
+def build_model():
+    return nn.Sequential(HOOK, nn.Tanh(), nn.Linear(8, 8))
+
+def data(batch_size):
+    while True:
+        yield torch.randn(batch_size, 8), torch.randn(batch_size, 8)
+
+loss = nn.MSELoss()
+"""
+
+
+@pytest.mark.parametrize(
+    "hook", ["weight_norm(nn.Linear(8, 8))", "prune.random_unstructured(nn.Linear(8, 8), 'weight', 0.5)"]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_whose_weight_a_hook_computes_is_measured(tmp_path, hook):
+    (tmp_path / "net.py").write_text(HOOKED.replace("HOOK", hook))
+    subject = captured_file(tmp_path / "net.py")
+    profile = measure(subject.capture, subject.workload, device="cpu", microbatch_sizes=(2,))
+    (layer,) = (node.name for node in subject.capture.graph.nodes if node.target == "0")
+    assert profile.measurements[0].costs[layer].backward_seconds > 0
 
 
 @pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
