@@ -23,6 +23,7 @@ from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
+from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify as verify_capture
@@ -72,6 +73,7 @@ def _capture(
     _refuse_sparse_parameters(model)
     ran: dict[types.CodeType, Ran] = {}
     item = observed(lambda: workload.example_item(batch_size), ran)
+    settings = dict(SETTINGS.all())
     fixed = workload.is_fixed(item)
     distinct = _distinct(sizes_of(model) | other_sizes(workload, item), batch_size)
     if fixed:
@@ -87,7 +89,7 @@ def _capture(
     with _nothing_collected():
         captured = strategies.capture()
         workload.run_opaque(opaque.modules)
-        of_state = refuse_changing_state(workload, model, item, ran) if trains(model) and not on_meta else ()
+        of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, _other(workload, item, batch_size)]
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, 
 from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
 from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS
 from autopipe.trace.state.snapshots.places import Unusable, put, value_at
-from autopipe.trace.state.snapshots.settings import SETTINGS
+from autopipe.trace.state.snapshots.settings import OF_RESULTS, SETTINGS
 from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.trying.later import changed_entries, keeps_a_part
 from autopipe.trace.state.trying.probe import Probe
@@ -47,16 +47,22 @@ _NOT_TRIED = (
 
 
 def refuse_changing_state(
-    workload: Workload, model: nn.Module, item: Item, data: dict[types.CodeType, Ran] | None = None
+    workload: Workload,
+    model: nn.Module,
+    item: Item,
+    data: dict[types.CodeType, Ran] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
-    ``data``: the functions that ran when the batch was created. Returns notes for the user.
+    ``data``: the functions that ran when the batch was created. ``settings``: those of the process before the model
+    first ran. Returns notes for the user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
+    SETTINGS.restore({name: value for name, value in (settings or {}).items() if name in OF_RESULTS})
     for part in [workload.split(item, 2)[0], item] if halves else [item]:
         look = Look(workload, model, part, hooks)
         with look.restored(compared=True) as before:
@@ -68,6 +74,7 @@ def refuse_changing_state(
                 if part is item:
                     raise failed_on_real_numbers("the model itself failed", error) from error
                 continue  # it may fail with few samples only
+            look.refuse_set(before, last)
             look.refuse_changes(second, last)
             refuse_counts(look, last)
             refuse_hooks(look, last)
@@ -195,6 +202,18 @@ class Look:
                 unknown.append(place)
         unknown += changed[_MOST_PLACES:]
         self._refuse_depended(list(dict.fromkeys(unknown)), second, last, set(changed))
+
+    def refuse_set(self, before: Snapshot, last: Snapshot) -> None:
+        """Refuse a setting that decides how torch computes, if a run leaves another value of it."""
+        for name in OF_RESULTS:
+            value = before.setting(name)
+            if value != last.setting(name):
+                SETTINGS.write(name, value)
+                raise TraceError(
+                    f"{FORWARD} changes the setting {name}: stages would compute without it",
+                    where=writing_line(lambda: self.run(self.item), SETTINGS, name),
+                    remedy="set it at the top of the model file, or where the model is built",
+                )
 
     def _refuse_setting(self, name: str, last: Snapshot) -> NoReturn:
         """Refuse a setting of the process that every call changes."""

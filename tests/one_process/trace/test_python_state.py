@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.state import ACCEPTED, BASE
+from support.models.state import ACCEPTED, BASE, net
 from support.models.state import REFUSED as COMMON
 from support.models.state_objects import BETWEEN, DISCARDED, OBJECTS, QUIET, SEEDED
-from support.models.state_places import PLACES, UNCHANGED
+from support.models.state_places import PLACES, SET, UNCHANGED
 from support.models.state_places import SETTINGS as OF_THE_PROCESS
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def settings_as_they_were() -> Iterator[None]:
     before = dict(SETTINGS.all())
     yield
-    for name, value in before.items():
-        SETTINGS.write(name, value)
+    SETTINGS.restore(before)
 
 
 def written(text: str, folder: Path) -> Path:
@@ -62,6 +61,15 @@ def test_state_that_is_unread_or_constant_trains_as_in_a_plain_loop(name: str, t
     _, model, _ = plain(path, items, 3)
     for key, value in model.named_parameters():
         assert torch.equal(ours[key], value), key
+
+
+@pytest.mark.parametrize("name", list(SET))
+def test_a_setting_of_results_is_refused_in_the_forward_and_accepted_in_the_file(name: str, tmp_path: Path) -> None:
+    workload = load_workload(LoadOptions(str(written(net("pass", SET[name]), tmp_path))))
+    with pytest.raises(TraceError, match=f"changes the setting {name}: stages would compute without it") as caught:
+        capture(workload)
+    assert SET[name] in caught.value.where
+    capture(load_workload(LoadOptions(str(written(f"{SET[name]}\n" + net("pass", SET[name]), tmp_path)))))
 
 
 @pytest.mark.parametrize("name", list(SEEDED))

@@ -112,6 +112,11 @@ SETTINGS = {
          "torch.set_printoptions(precision=torch._tensor_str.PRINT_OPTS.precision + 1)"),
     )
 }  # fmt: skip
+SET = {
+    "torch.set_flush_denormal": "torch.set_flush_denormal(True)",
+    "torch.backends.mkldnn.enabled": "torch.backends.mkldnn.set_flags(False)",
+    "torch.set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+}
 UNCHANGED = {
     "settings that are put back, or set to the same value": "import decimal\n"
     + net(

@@ -63,9 +63,7 @@ class Kept:
             if not stream.closed and stream.__getstate__() != state:
                 with contextlib.suppress(BufferError):  # a part of it is in use
                     stream.__setstate__(state)
-        for name, value in self.settings.items():
-            if SETTINGS.read(name) != value:
-                SETTINGS.write(name, value)
+        SETTINGS.restore(self.settings)
 
 
 __all__ = ["Kept"]

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ _FLAGS: tuple[tuple[str, Any, str], ...] = (
 )
 """Settings that are attributes: name, owner, attribute."""
 
+_TINY, _ONE = 5e-324, 1.0  # a denormal number; the product of names is not folded into a constant
+OF_RESULTS = (
+    *("torch.set_default_dtype", "torch.set_default_device", "torch.set_flush_denormal"),
+    *("torch.set_float32_matmul_precision", "torch.use_deterministic_algorithms", "torch.backends.mkldnn.enabled"),
+    *(f"torch.backends.cudnn.{name}" for name in ("enabled", "deterministic", "allow_tf32")),
+    "torch.backends.cuda.matmul.allow_tf32",
+)
+"""Settings that decide how torch computes, and that a rank has only if the model file sets them."""
+
 
 class Settings:
     """The settings. Each has a name, and a value that can be compared with ``==``."""
@@ -48,6 +57,12 @@ class Settings:
         """Set a value. A value that this process may not set is left as it is."""
         with contextlib.suppress(Exception):
             _TABLE[name][1](value)
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Set the values that differ by now."""
+        for name, value in values.items():  # one at a time: setting one may change another
+            if self.read(name) != value:
+                self.write(name, value)
 
     def all(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of every setting."""
@@ -153,6 +168,7 @@ _TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         torch.get_default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
+    "torch.set_flush_denormal": (lambda: _TINY * _ONE == 0.0, torch.set_flush_denormal),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch._C._set_grad_enabled),
     "torch.set_anomaly_enabled": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "torch.autograd.set_multithreading_enabled": (
@@ -177,4 +193,4 @@ _TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 SETTINGS = Settings()
 
-__all__ = ["SETTINGS", "Settings"]
+__all__ = ["OF_RESULTS", "SETTINGS", "Settings"]

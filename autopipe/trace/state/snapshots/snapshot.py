@@ -179,6 +179,10 @@ class Snapshot:
         """Restore containers, attributes, closure cells, arrays and settings, but no generators that the user owns."""
         self._kept.restore()
 
+    def setting(self, name: str) -> Any:
+        """Return a setting of the process, as it was."""
+        return self._kept.settings[name]
+
     def _add_settings(self) -> None:
         self.owners[id(SETTINGS)] = SETTINGS
         for name, value in SETTINGS.all():
