@@ -130,6 +130,12 @@ BETWEEN = {
     "data decides whether a printed function changes the model": (
         "EPOCH = [0]\n" + net("self.k, self.s = 0, 1.0", "if EPOCH[0] > 24: print(self.halve())\n        x = x * self.s")
         + HALVING + DATA.format(change="EPOCH[0] = i"), "EPOCH[0]", "EPOCH[0] = i"),
+    "data sets a variable of the environment": (
+        "import os\n" + net("pass", "x = x * (0.5 if os.getenv('STATE_J', '0') == '24' else 1.0)")
+        + DATA.format(change="os.environ['STATE_J'] = str(i)"), "", "os.environ['STATE_J'] = str(i)"),
+    "a list of a library that grows": (
+        late("pass", "sys.path.append('/nowhere')", "len(sys.path) > 200", "import sys\n"),
+        "path", "sys.path.append('/nowhere')"),
     "a counter that a function returns early with": (
         "S = [1.0]\ndef tick(k):\n    if k < 200: return\n    S[0] = 2.0\n"
         + net("self.k = 0", "self.k += 1\n        tick(self.k)", "y = y * S[0]"), "model.k", "self.k += 1"),

@@ -33,8 +33,10 @@ def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
 def named(ran: Ran) -> Iterator[tuple[str, Any]]:
     """Yield what a function reaches by name: globals, also of modules that it names, its closure and its classes."""
     yield from ((module.__name__, Names(module, names)) for module, names in _modules_by_name(ran))
-    if ran.stored:
-        yield from ((owner.__name__, Names(owner, ran.stored)) for owner in _of_libraries(ran))
+    is_own = is_own_file(ran.code.co_filename)
+    for owner in _of_libraries(ran) if ran.stored or is_own else ():
+        if names := ran.stored | (_containers(owner, ran.looked_up) if is_own else frozenset()):
+            yield owner.__name__, Names(owner, names)
     if ran.looked_up & _ENVIRONMENT:
         yield "os.environ", vars(os.environ)["_data"]
     if ran.looked_up & {*OF_FUNCTIONS}:
@@ -118,6 +120,14 @@ def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str
         seen.add(id(module))
         yield module, names
         pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
+
+
+def _containers(owner: types.ModuleType | type, names: frozenset[str]) -> frozenset[str]:
+    """Return those of the names that are containers of a module of a library, such as ``sys.path``."""
+    if not isinstance(owner, types.ModuleType):
+        return frozenset()
+    own = vars(owner)
+    return frozenset(name for name in names if type(own.get(name)) in (list, dict, set)) - {"modules"}
 
 
 def _functions(ran: Ran) -> Iterator[tuple[str, types.FunctionType]]:

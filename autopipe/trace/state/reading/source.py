@@ -20,6 +20,7 @@ from autopipe.trace.state.reading.syntax import (
     MOST_OBJECTS,
     asks_for_nothing,
     attribute,
+    behind_environment,
     by_name,
     chains,
     elements,
@@ -126,7 +127,7 @@ class Reader:
                 return []
         if name in self.ran.code.co_varnames and name not in self._globals:
             return []
-        return [self.ran.globals[name]] if name in self.ran.globals else []
+        return [behind_environment(self.ran.globals[name])] if name in self.ran.globals else []
 
     def _called(self, node: ast.Call, depth: int) -> list[Any]:
         name = node.func

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import linecache
+import os
 import sys
 import types
 from collections import deque
@@ -111,7 +112,7 @@ def attribute(value: Any, name: str) -> list[Any]:
                 return [registry[name]]
     own = vars(value) if isinstance(value, type) else attributes(value)
     if own is not None and name in own:
-        return [own[name]]
+        return [behind_environment(own[name])]
     try:
         entry = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name)
     except AttributeError:
@@ -148,6 +149,11 @@ def elements(value: Any) -> list[Any]:
 def has_items(value: Any) -> bool:
     """Return whether a value is a container that can be changed in place."""
     return isinstance(value, (list, dict, set, deque, np.ndarray, bytearray, array.array, memoryview))
+
+
+def behind_environment(value: Any) -> Any:
+    """Return the dict behind ``os.environ`` and the function that reads it, or any other value itself."""
+    return vars(os.environ)["_data"] if value is os.environ or value is os.getenv else value
 
 
 def memory_of(value: Any) -> Any:

@@ -70,7 +70,7 @@ class Changing:
         if isinstance(self.value, np.ndarray):
             return list(later_arrays(self.value, decoded(self.before) if self.before else None))
         if is_number_text(self.value):
-            return list(later_texts(self.value, self.before, self.seen))
+            return [*later_texts(self.value, self.before, self.seen), longer(self.value)]
         if isinstance(self.value, GROWING):
             return [longer(self.value)]
         return list(later_numbers(self.value, self.before, self.seen))
