@@ -15,13 +15,14 @@ therefore be the first summand, before those of the stage's own readers.
     gradient    <------  [5] collect
 
 [1] Leaf: a received value is a leaf of this stage's autograd graph. It requires a gradient if one flows through it.
+    Operations read an alias of it: autocast would cast a leaf once for all its readers, and add their gradients in 16
+    bits.
 [2] Outputs: the values for later stages are sent detached. The attached ones are kept until backward.
 [3] Hook: a hook on each leaf takes the gradient as it arrives. ``leaf.grad`` would have the strides of the leaf, and
     kernels add up in another order over other strides.
 [4] Roots: backward starts from the outputs, each with the gradient that arrived for it, and from the loss. Autograd
     feeds all roots before it runs anything, so the received gradient is the first summand and the stage's own readers
-    add to it in their order. For a value that is relayed down a chain of consumers, the root is the leaf itself: its
-    accumulation node takes the root first.
+    add to it in their order. For a value that is relayed down a chain of consumers, the root is the alias of the leaf.
 [5] Collect: the gradients of the leaves, and of exactly tied parameters, go to the earlier stages.
 
 If the whole stage is recomputed, [2] keeps nothing, and [4] first runs the forward again. By block, autograd runs each
@@ -80,6 +81,8 @@ class InFlightMicrobatch:
     # (seed, minibatch, microbatch) that the forward draws for
     draws: tuple[int, int, int]
     variant: StageVariant
+    # of the received values, for the operations of the latest forward
+    aliases: dict[str, torch.Tensor] = field(default_factory=dict)
     # of the received values, as they arrive
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     # for a recomputed forward: the values of buffers before the first forward
@@ -180,7 +183,11 @@ class StageRunner:
     def _run(self, microbatch: InFlightMicrobatch) -> dict[str, torch.Tensor]:
         self.stage.seed(microbatch.draws)
         code = microbatch.variant.code
-        arguments = [microbatch.received[value] for value in code.RECEIVES]
+        microbatch.aliases = {
+            value: torch.ops.aten.alias.default(leaf) if leaf.requires_grad else leaf
+            for value, leaf in microbatch.received.items()
+        }
+        arguments = [microbatch.aliases[value] for value in code.RECEIVES]
         with self._casts_in_place(microbatch.variant):
             outputs = self.stage.run(code, *microbatch.inputs, *arguments)
         # what the model returns is named as in the recording of the plan
@@ -273,7 +280,7 @@ class StageRunner:
         for value, gradient in gradients.items():
             if self.distinguish_absent and is_absent(gradient):
                 continue
-            root = outputs.get(value, microbatch.received.get(value, ties.get(value)))
+            root = outputs.get(value, microbatch.aliases.get(value, ties.get(value)))
             if root is None and value in microbatch.variant.carries_gradient:
                 continue  # in this batch the value does not depend on anything that requires a gradient
             if root is None:

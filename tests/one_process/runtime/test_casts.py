@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,57 @@ def test_a_cast_in_the_code_of_the_model_is_not_shared(tmp_path: Path, code: str
     path.write_text(CASTS_ITSELF.replace("CODE", code))
     subject = captured_file(path)
     plan = plan_for(subject, 2, "1f1b", 4, 8)
+    pipeline, items = build(subject, plan, tmp_path / "run"), minibatches(subject.workload, 2, 8)
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
+
+
+SEVERAL_READERS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.sigmoid(self.query(x)) * torch.tanh(self.key(x)) * self.value(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+def build_model():
+    return Net()
+
+def data(batch_size):
+    while True:
+        yield torch.randn(batch_size, 8), torch.randn(batch_size, 8)
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "pipedream"])
+@pytest.mark.parametrize("recompute", ["never", "stage"])
+def test_gradients_of_several_readers_of_a_received_value_add_in_float32(
+    tmp_path: Path, schedule: str, recompute: str
+) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(SEVERAL_READERS)
+    subject = captured_file(path)
+    plan = plan_for(subject, 4, schedule, 4, 8)
+    sent = {boundary.value for boundary in plan.boundaries}
+    assert max(sum(value in node.inputs for node in subject.capture.graph.nodes) for value in sent) == 4
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
     pipeline, items = build(subject, plan, tmp_path / "run"), minibatches(subject.workload, 2, 8)
     assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
