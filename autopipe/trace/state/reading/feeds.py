@@ -44,14 +44,17 @@ class Feeds:
         if statement is None or any(isinstance(node, _DEFERRED) for node in above):
             return None
         if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
-            return _together([self._all([*statement.body, *statement.orelse]), self._called_in(statement.test)])
+            return self._with_calls(self._all([*statement.body, *statement.orelse]), statement.test)
         return self._one(statement)
 
     def _one(self, statement: ast.stmt) -> frozenset[Key] | None:
         """Return the state that a statement and the functions in it write if that is its only effect, or None."""
         if isinstance(statement, ast.If):
-            return _together([self._all([*statement.body, *statement.orelse]), self._called_in(statement.test)])
-        return _together([self._directly(statement), self._called_in(statement)])
+            return self._with_calls(self._all([*statement.body, *statement.orelse]), statement.test)
+        return self._with_calls(self._directly(statement), statement)
+
+    def _with_calls(self, places: frozenset[Key] | None, tree: ast.AST) -> frozenset[Key] | None:
+        return None if places is None else places | self._called_in(tree)
 
     def _directly(self, statement: ast.stmt) -> frozenset[Key] | None:
         if isinstance(statement, _SILENT):

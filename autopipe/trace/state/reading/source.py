@@ -181,13 +181,13 @@ class Reader:
 
     def callee(self, call: ast.Call) -> Reader | None:
         """Return a reader of the user's only function that a call may run, or None."""
-        known = list(self.callees(call))
-        if len(known) != 1 or len(self.objects(call.func)) != 1:
+        values = self.objects(call.func)
+        function = getattr(values[0], "__func__", values[0]) if len(values) == 1 else None
+        if not isinstance(function, types.FunctionType) or not is_own_file(function.__code__.co_filename):
             return None
-        function, names = known[0]
         self.snapshot.functions.setdefault(function.__code__, function)
-        is_own = is_own_file(function.__code__.co_filename)
-        return Reader(Ran(function.__code__, function.__globals__, names), self.snapshot) if is_own else None
+        _, names = next(self.callees(call))
+        return Reader(Ran(function.__code__, function.__globals__, names), self.snapshot)
 
     def written(self) -> set[Key]:
         """Return the places that the function writes."""
