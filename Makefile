@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control bench-large docs docs-check check
+.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control bench-large bench-spilled docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -112,6 +112,9 @@ bench-checkpoints: $(READY) ## what a checkpoint costs: against the disk's plain
 
 bench-large: $(READY) ## profile and plan models of 7 B and 70 B parameters, and build 2 B in parts
 	$(BIN)/python benchmarks/large_models/measure.py
+
+bench-spilled: $(READY) ## a model eight times as large as its device; ARGUMENTS="--device cuda" compares with FSDP2
+	$(BIN)/python -m benchmarks.spilled $(ARGUMENTS)
 
 docs: $(READY) ## write docs/cli.md from --help, and docs/troubleshooting.md from the messages
 	$(BIN)/python docs/make_cli.py

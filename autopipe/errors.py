@@ -7,6 +7,7 @@
     ├── TraceError        the model cannot be captured; where = file:line of the user's code
     ├── ProfileError      the model cannot be measured
     ├── PlanError         no plan fits, or the requested plan is invalid; carries the numbers
+    │   └── DoesNotFitError   no plan fits the memory of the devices
     ├── ScheduleError     a named rule of schedules is broken; carries the grid with the cell marked
     ├── ArtifactError     a file that a step wrote is damaged, or belongs to another model
     │   └── VersionError  the file is intact, but has another format version
@@ -71,6 +72,10 @@ class ProfileError(AutopipeError):
 
 class PlanError(AutopipeError):
     """No plan fits, or the requested plan is invalid."""
+
+
+class DoesNotFitError(PlanError):
+    """No plan fits the memory of the devices."""
 
 
 class ScheduleError(AutopipeError):

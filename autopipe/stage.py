@@ -151,14 +151,19 @@ class Stage(Container):
                 module.training = training
         return self
 
-    def place(self, device: torch.device) -> Self:
-        """Move the stage to a device. Its forward also creates new tensors there."""
+    def place(self, device: torch.device, *, parameters: bool = True) -> Self:
+        """Move the stage to a device, with or without its parameters. Its forward also creates new tensors there."""
         self._autopipe_device = device
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 places.setdefault(id(buffer), []).append((module, name))
-        self.to(device)
+        if parameters:
+            self.to(device)
+        else:
+            for module in self.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
         draws.seed_recurrent_layers(self, device)
         for (owner, name), *others in places.values():  # torch copies a buffer with two names twice; keep one
             for other, other_name in others:

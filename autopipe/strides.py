@@ -85,3 +85,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     layout = memory_order(tensor)
     order, gaps = layout[: tensor.dim()], layout[tensor.dim() :]
     return _with_gaps(tensor, order, gaps) if any(gaps) else tensor.clone()
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last of a strided tensor; 0 if it has none."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

@@ -181,7 +181,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
     from autopipe.commands.training import runs
-    from autopipe.report import tables
+    from autopipe.report import training
 
     from .live import watching
 
@@ -189,7 +189,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
         result = runs.train(placed(led), events, rendezvous)
-    terminal.table(tables.training(result), *tables.peaks(result))
+    terminal.table(*training.tables_of(result))
     terminal.document("train", documents.train(result))
     if result.stopped:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")

@@ -67,6 +67,7 @@ name = "V100-16GB"
 memory = "16GiB"
 speed = 1.0                     # relative to the device that the profile was taken on
 memory_speed = 1.0              # the same for the optimizer step; default: speed
+host_bandwidth = "25GB/s"       # between the device and its host, for --schedule spilled; default: 10GB/s
 # datasheet = "H100-SXM"        # instead of both speeds: memory and rates of a known device
 [[level]]                       # innermost first
 name = "node"

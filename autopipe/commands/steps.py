@@ -47,7 +47,7 @@ from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
 from autopipe.planning.reschedule import schedule_flags, with_schedule
 from autopipe.report.perfetto import chrome_trace
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
-from autopipe.schedules import render
+from autopipe.schedules import REGISTRY, render
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.hook import Minibatch
@@ -68,6 +68,11 @@ class Prepared:
     evaluation_note: str = ""  # the reason why the stages cannot evaluate, or ""
     max_shapes: int = MAX_SHAPES  # how many further shapes of batches may be captured while ranks run
     allow_data_dependent: bool = False  # in those captures
+
+    @property
+    def device_budget_bytes(self) -> int:
+        """The memory that a device on which stages take turns may use; 0: all of it."""
+        return (self.record.request.gpu_memory_bytes or 0) if REGISTRY[self.plan.schedule].spills else 0
 
     @property
     def cluster(self) -> Cluster:

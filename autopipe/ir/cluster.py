@@ -11,6 +11,8 @@ MOST_RANKS = 2**17
 # the range of rates and times within which no quotient is infinite; the slowest takes 30 years for a byte or a message
 _SLOWEST, _FASTEST = 1e-9, 1e300
 _LONGEST_SECONDS = 1e9
+ASSUMED_HOST_BANDWIDTH = 10e9
+"""Bytes per second between a device and its host: a copy within a CPU's memory, or PCIe 3.0 x16."""
 
 
 def _is_rate(*values: float) -> bool:
@@ -58,14 +60,21 @@ class ClusterDevice:
     speed: float = 1.0  # of forwards and backwards
     memory_speed: float = 0.0  # of operations that only move memory, such as optimizer steps; 0: as ``speed``
     datasheet: str = ""  # name of the built-in datasheet that describes it; "" if its figures come from elsewhere
+    host_bandwidth: float = 0.0  # bytes per second between its memory and the host's, in each direction; 0: assumed
 
     @property
     def update_speed(self) -> float:
         """How fast the optimizer steps, relative to the device on which the profile was taken."""
         return self.memory_speed or self.speed
 
+    @property
+    def to_host_bandwidth(self) -> float:
+        """The bandwidth between its memory and the host's, assumed if it is not known."""
+        return self.host_bandwidth or ASSUMED_HOST_BANDWIDTH
+
     def __post_init__(self) -> None:
         for name, valid, limits in (
+            ("host_bandwidth", _is_rate(self.to_host_bandwidth), "0 or more, and finite"),
             ("speed", _is_rate(self.speed), "above 0 and finite"),
             ("memory_speed", _is_rate(self.memory_speed or self.speed), "0 or more, and finite"),
             ("memory_bytes", 0 <= self.memory_bytes < 2**63, "from 0 to 2**63 - 1"),
@@ -109,9 +118,11 @@ class Links:
     all_reduce_bandwidth: float  # bytes per second
     host: RuntimeOverhead = RuntimeOverhead()
     across: Level | None = None  # between this machine and another one; None: not measured
+    host_bandwidth: float = 0.0  # bytes per second between a device and the host, in each direction; 0: not measured
 
     def __post_init__(self) -> None:
-        if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
+        rates = self.bandwidth, self.all_reduce_bandwidth, self.host_bandwidth or self.bandwidth
+        if not _is_rate(*rates) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
             raise ValueError(
                 f"links need bandwidths above 0 and a latency of at least 0, all finite; got bandwidth "
                 f"{self.bandwidth}, all-reduce bandwidth {self.all_reduce_bandwidth}, latency {self.latency_seconds}"

@@ -123,3 +123,11 @@ def channels(message_plan: MessagePlan, request: ScheduleSpec) -> list[Channel]:
         channel_set.add(batch_channel(rank))
     channel_set.update(loss_channel(request, rank) for rank in ranks[-1])
     return sorted(c for c in channel_set if c.from_rank != c.to_rank)
+
+
+def message_bytes(plan: Plan, graph: Graph, message_plan: MessagePlan) -> dict[Edge, int]:
+    """Return the bytes of a microbatch on each edge: activations to later stages, gradients to earlier ones."""
+    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
+    num_bytes |= {tied(tie.parameter): graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
+    every = (*message_plan.forward.items(), *message_plan.backward.items())
+    return {edge: sum(num_bytes[value] for value in values) for edge, values in every}

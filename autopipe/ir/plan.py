@@ -45,6 +45,8 @@ class Stage:
     recompute_seconds: float = 0.0  # of what runs again, per microbatch
     buffers: tuple[str, ...] = ()  # as ``parameters``
     modules: str = ""  # the names of its modules (``ir.module_names``), or "" if no call is in a module
+    # takes turns with others on its device; ``peak_bytes`` is what they all have there while this one is active
+    spilled: bool = field(default=False, metadata=OMIT_DEFAULT)
     flops: int = 0  # ``NodeWork.model_flops`` of its nodes, per microbatch; 0 if the profile does not have them
 
     def __post_init__(self) -> None:
@@ -94,10 +96,11 @@ class Stage:
 
 
 def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
-    """Return an upper bound of each rank's memory: the sum of the peaks of its stages."""
+    """Return an upper bound of each rank's memory: the sum of its stages' peaks, or the largest if they are spilled."""
     used: Counter[int] = Counter()
     for stage in stages:
-        used.update(dict.fromkeys(stage.ranks, stage.peak_bytes))
+        for rank in stage.ranks:
+            used[rank] = max(used[rank], stage.peak_bytes) if stage.spilled else used[rank] + stage.peak_bytes
     return used
 
 

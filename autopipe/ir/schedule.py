@@ -11,10 +11,14 @@ RF     receive from stage q the activations that the forward of s needs
 SB RB  the same for the gradients that a backward needs
 R      add the gradients of replicas and of tied parameters
 S      optimizer step t: version v becomes v + 1
+L      begin to bring the weights of s from the host to the device; with j: what microbatch j needs of its messages
+O      begin to bring the optimizer state of s to the device
+U      give back to the host what is there of s, and write what has changed; with j: the messages of microbatch j
 =====  ==================================================================================================
 
 Text form: ``2F7@3`` is the forward of microbatch 7 at stage 2, at version 3; ``2F1:7@3`` is the same in minibatch 1
 (minibatch 0 is not written). ``0SF7>1`` sends from stage 0 to 1, ``1RF7<0`` receives, and ``2S@3`` steps.
+L, O and U are those of a spilled stage. L and O only begin a copy: the first F, B or S that needs it waits for it.
 """
 
 from __future__ import annotations
@@ -36,11 +40,16 @@ class Op(enum.StrEnum):
     RECEIVE_BACKWARD = "RB"
     REDUCE = "R"
     STEP = "S"
+    LOAD = "L"
+    LOAD_OPTIMIZER = "O"
+    UNLOAD = "U"
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUTS, Op.BACKWARD_WEIGHTS)
 SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
 RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+# between the host and the device, of a spilled stage
+COPIES = (Op.LOAD, Op.LOAD_OPTIMIZER, Op.UNLOAD)
 SENDS, RECEIVES = tuple(SEND_OF.values()), tuple(RECEIVE_OF.values())
 # the computation that a message belongs to
 COMPUTED_BY = {message: op for messages in (SEND_OF, RECEIVE_OF) for op, message in messages.items()}
@@ -111,6 +120,11 @@ class Schedule:
     rows: tuple[tuple[Instruction, ...], ...]  # by rank, in execution order
     staleness: tuple[int, ...]  # by stage: the delta of docs/semantics.md; 0 if the schedule flushes
     in_flight: tuple[int, ...] = ()  # by stage: the most microbatches in flight on one of its ranks; (): no bound
+
+    @property
+    def spilled(self) -> bool:
+        """Whether stages take turns on a device."""
+        return any(i.op == Op.LOAD for row in self.rows for i in row)
 
     @property
     def lowered(self) -> bool:

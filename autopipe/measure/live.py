@@ -77,6 +77,16 @@ class HostMeter(TorchDispatchMode):
         self._owned[owner] += size
         self._most = max(self._most, self._now)
 
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Never count the memory of a tensor."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def freed(_: object) -> None:
+            del self._live[key]
+
+        self._live[key] = weakref.ref(storage, freed)
+
     def held_by(self, owner: int) -> int:
         """Return the live bytes that were allocated for an owner."""
         return self._owned[owner]

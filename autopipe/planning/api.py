@@ -26,6 +26,7 @@ from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
 from autopipe.planning.search.unreplicated import unreplicated_cuts
+from autopipe.planning.spilled.search import SpilledSearch
 
 MOST_MICROBATCH_SIZES = 8
 
@@ -59,10 +60,12 @@ def make_plan(
             if plan is not None:
                 pairs.append((problem, plan))
         if not pairs:
-            raise does_not_fit(problems[-1])
+            raise _refusal(problems[-1])
         runnable = _runnable(pairs, options)
         best = _fastest(runnable)
-        return best if score is None else best_by_score(runnable, score, solve_problem)
+        if score is None or kind.spills:  # the search for spilled stages has simulated its plans
+            return best
+        return best_by_score(runnable, score, solve_problem)
     except KeyboardInterrupt:
         usable: list[tuple[Problem, Plan]] = []
         with contextlib.suppress(PlanError):
@@ -72,6 +75,12 @@ def make_plan(
         progress.stopped = True
         best = best or _fastest(usable)
         return best if score is None else dataclasses.replace(best, predicted=score(best))
+
+
+def _refusal(problem: Problem) -> PlanError:
+    if problem.kind.spills:
+        return SpilledSearch(problem).refusal()
+    return does_not_fit(problem)
 
 
 def _runnable(pairs: list[tuple[Problem, Plan]], options: PlanOptions) -> list[tuple[Problem, Plan]]:
@@ -225,6 +234,8 @@ def solve_problem(problem: Problem) -> Plan | None:
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)
     options = problem.options
+    if problem.kind.spills:
+        return SpilledSearch(problem).best()
     if options.replicas > 1 and not problem.apart and problem.cluster.levels_in_use(options.num_ranks) > 1:
         # replicas, or the stages of a pipeline, on neighbouring ranks: either may have the faster links
         plans = [_solve_equal(each) for each in (problem, dataclasses.replace(problem, apart=True))]

@@ -10,8 +10,9 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.cost.peaks import search_within_memory
-from autopipe.planning.cost.predict import simulator_score
+from autopipe.planning.scores import simulator_score
 from autopipe.planning.space import Space, takes_replicas, with_1f1b, with_replicas
+from autopipe.planning.spilled.offer import comparison_of_spilled
 
 
 def compare_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
@@ -19,6 +20,8 @@ def compare_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *
 
     ``every``: the plan is already the best of those with replicas.
     """
+    if plan.stages[0].spilled:
+        return comparison_of_spilled(plan, profile, cluster, space.unreplicated[0])
     rivals = space.rivals()
     score = simulator_score(profile, cluster, (*space.unreplicated, *rivals))
     first = space.unreplicated[0]

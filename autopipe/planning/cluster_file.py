@@ -95,8 +95,11 @@ def _level(entry: Any, where: str) -> Level:
 
 
 def _device(entry: Any, where: str) -> ClusterDevice:
-    _only_keys(entry, {"name", "memory", "speed", "memory_speed", "count", "datasheet"}, where)
+    _only_keys(entry, {"name", "memory", "speed", "memory_speed", "host_bandwidth", "count", "datasheet"}, where)
     memory = parse_bytes(entry["memory"], where=f"{where}.memory") if "memory" in entry else 0
+    to_host = 0.0
+    if "host_bandwidth" in entry:
+        to_host = parse_bandwidth(entry["host_bandwidth"], where=f"{where}.host_bandwidth")
     if "datasheet" in entry:
         rates = [key for key in ("speed", "memory_speed") if key in entry]
         if rates:
@@ -107,11 +110,10 @@ def _device(entry: Any, where: str) -> ClusterDevice:
             )
         sheet = datasheet(_text(entry, "datasheet", where, ""))
         name = _text(entry, "name", where, sheet.name)
-        return ClusterDevice(name, memory or sheet.memory_bytes, datasheet=sheet.name)
+        return ClusterDevice(name, memory or sheet.memory_bytes, host_bandwidth=to_host, datasheet=sheet.name)
     speed = _speed(entry, "speed", where, 1.0)
-    return ClusterDevice(
-        _text(entry, "name", where, "device"), memory, speed, _speed(entry, "memory_speed", where, 0.0)
-    )
+    name, memory_speed = _text(entry, "name", where, "device"), _speed(entry, "memory_speed", where, 0.0)
+    return ClusterDevice(name, memory, speed, memory_speed, host_bandwidth=to_host)
 
 
 def _speed(entry: Any, key: str, where: str, default: float) -> float:

@@ -86,7 +86,14 @@ def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
     devices = []
     for device in cluster.devices:
         scaled = device_like(reference.name, device.datasheet, precision)
-        devices.append(dataclasses.replace(device, speed=scaled.speed, memory_speed=scaled.memory_speed))
+        devices.append(
+            dataclasses.replace(
+                device,
+                speed=scaled.speed,
+                memory_speed=scaled.memory_speed,
+                host_bandwidth=device.host_bandwidth or scaled.host_bandwidth,
+            )
+        )
     if profiled is None:
         source = describe(reference, precision, profile.device.name)
     else:
@@ -138,7 +145,8 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
     if device.kind == "cuda":
         per_host = device.per_host or GPUS_PER_HOST
         level = Level("gpus of one host", 1, gpu_bandwidth(device), GPU_LATENCY_SECONDS)
-        local, host = ClusterDevice(device.name, usable_gpu_bytes(device.memory_bytes)), RuntimeOverhead()
+        local = ClusterDevice(device.name, usable_gpu_bytes(device.memory_bytes), host_bandwidth=_to_host(device.name))
+        host = RuntimeOverhead()
     else:
         import psutil
 
@@ -146,6 +154,7 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
         local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_OVERHEAD
     if links is not None and links.device_kind == device.kind:
         levels = _with_hosts(links.level(1), num_ranks, per_host, links.across)
+        local = dataclasses.replace(local, host_bandwidth=links.host_bandwidth or local.host_bandwidth)
         return Cluster(levels, (local,), "measured", links.host)
     return Cluster(_with_hosts(level, num_ranks, per_host), (local,), "assumed", host)
 
@@ -164,6 +173,15 @@ def gpu_bandwidth(device: Device) -> float:
         sheet = None
     on_pcie = "pcie" in device.name.lower()
     return GPU_BANDWIDTH if sheet is None or on_pcie else LINK_SHARE * sheet.link_bandwidth
+
+
+def _to_host(name: str) -> float:
+    """Return the bandwidth between a GPU and its host by its datasheet; 0 without one."""
+    try:
+        sheet = recognized(name)
+    except PlanError:  # the name fits several
+        return 0.0
+    return 0.0 if sheet is None else sheet.host_bandwidth
 
 
 def _with_hosts(inner: Level, num_ranks: int, per_host: int, across: Level | None = None) -> tuple[Level, ...]:

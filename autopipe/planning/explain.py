@@ -16,6 +16,7 @@ from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.alternatives import Score, most_scored, runners_up, whole_model_plans
 from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem
+from autopipe.planning.spilled.explain import StageBound, bounds_of, limit_of
 from autopipe.units import in_bytes, in_seconds
 
 LEAST_GAIN = 1e-3
@@ -57,11 +58,13 @@ class Explanation:
     gap: float  # the relative distance of the plan's step from the bound
     runner_up: Plan | None  # the best plan with other cuts
     left_out: tuple[str, ...] = ()  # the schedules that were not considered, and why
+    copies: tuple[StageBound, ...] = ()  # of stages that take turns on their device
     other_places: tuple[str, ...] = ()  # the modules around the cuts of the runner-up
 
     def lines(self) -> list[str]:
         """Return lines of text."""
         lines = [str(cut) for cut in self.cuts]
+        lines += map(str, self.copies)
         lines.append(f"limited by {self.limit}")
         if self.gap < _MOST_PERCENT:
             lines.append(f"{self.gap:.1%} above the lower bound of {in_seconds(self.bound_seconds)} a step")
@@ -81,6 +84,10 @@ def explain(
     fixed = dataclasses.replace(options, num_microbatches=plan.num_microbatches, microbatch_size=None)
     problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
     bound = lower_bound(problem)
+    if problem.kind.spills:
+        gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
+        bounds = bounds_of(plan, profile, cluster)
+        return Explanation(_cut_reasons(problem, plan), limit_of(bounds), bound, gap, None, copies=bounds)
     searched = dataclasses.replace(problem, cuts=cuts_to_search(problem.cuts, profile, options.num_stages))
     others = runners_up(searched, plan, solve_problem)
     if len(plan.stages) > 1:

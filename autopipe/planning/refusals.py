@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopipe.errors import PlanError, counted
+from autopipe.errors import DoesNotFitError, PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.module_names import stage_modules
 from autopipe.planning.options import PlanOptions
@@ -86,7 +86,7 @@ def check_units(problem: Problem) -> None:
         )
 
 
-def does_not_fit(problem: Problem) -> PlanError:
+def does_not_fit(problem: Problem) -> DoesNotFitError:
     """Return the error for a problem without a plan that fits: the stage, the missing bytes, and what would fit."""
     if problem.options.may_replicate:
         # an unreplicated plan on some of the ranks is one of the plans that do not fit: what makes it fit helps
@@ -110,7 +110,7 @@ def does_not_fit(problem: Problem) -> PlanError:
             "messages, or more ranks and a model that can be cut into more stages"
         )
     texts = in_distinct_bytes(needed, problem.limit(worst))
-    return PlanError(
+    return DoesNotFitError(
         f"stage {worst} needs {texts[0]}, but {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({name}) on {device.name}, "
         f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.kind.name}",

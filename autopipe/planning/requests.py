@@ -127,6 +127,11 @@ class PlanRequest:
         return tuple(changes)
 
 
+def has_flag(option: str) -> bool:
+    """Return whether a command-line option sets an option of a schedule."""
+    return option == "depth" or option in _OPTIONS
+
+
 def flag_of(option: str) -> str:
     """Return the command-line option for an option of a schedule."""
     return _OPTIONS["warmup_depth" if option == "depth" else option]

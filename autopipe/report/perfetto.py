@@ -1,6 +1,7 @@
 """``Timeline`` -> Chrome trace JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Each rank is a process with three threads: compute, send and receive. An arrow connects a send with the receive that
+Each rank is a process with three threads: compute, send and receive, and of a spilled run two more: the copies to the
+device and those to the host. An arrow connects a send with the receive that
 waited for it. If a send took no time (simulated timelines omit it), the arrow starts at the computation that produced
 the message. A receive that did not wait has no arrow.
 
@@ -13,14 +14,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopipe.ir.schedule import COMPUTED_BY, RECEIVES, SENDS, Instruction, Op
+from autopipe.ir.schedule import COMPUTED_BY, COPIES, RECEIVES, SENDS, Instruction, Op
 from autopipe.ir.timeline import Span, Timeline
 
 THREADS = ("compute", "send", "receive")
+COPY_THREADS = ("host to device", "device to host")
 _CATEGORIES = {
     Op.FORWARD: "fwd", Op.BACKWARD: "bwd", Op.BACKWARD_INPUTS: "bwd", Op.BACKWARD_WEIGHTS: "bwd",
     Op.SEND_FORWARD: "send", Op.SEND_BACKWARD: "send", Op.RECEIVE_FORWARD: "recv", Op.RECEIVE_BACKWARD: "recv",
-    Op.REDUCE: "reduce", Op.STEP: "step",
+    Op.REDUCE: "reduce", Op.STEP: "step", Op.LOAD: "copy", Op.LOAD_OPTIMIZER: "copy", Op.UNLOAD: "copy",
 }  # fmt: skip
 
 Event = dict[str, Any]
@@ -48,18 +50,24 @@ def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> str:
 
 def _metadata(timeline: Timeline, rank_names: Sequence[str]) -> Iterator[Event]:
     stages: list[set[int]] = [set() for _ in range(timeline.num_ranks)]
+    spilled: set[int] = set()
     for span in timeline.spans:
         stages[span.rank].add(span.instruction.stage)
+        if span.instruction.op in COPIES:
+            spilled.add(span.rank)
     for rank, own in enumerate(stages):
         listed = ", ".join(str(stage) for stage in sorted(own))
         given = rank_names[rank] if rank < len(rank_names) else f"stage {listed} (rank {rank})"
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": given}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-        for thread, name in enumerate(THREADS):
+        names = (*THREADS, *COPY_THREADS) if rank in spilled else THREADS
+        for thread, name in enumerate(names):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
 def _thread(instruction: Instruction) -> int:
+    if instruction.op in COPIES:
+        return 4 if instruction.op == Op.UNLOAD else 3
     return 1 if instruction.op in SENDS else 2 if instruction.op in RECEIVES else 0
 
 

@@ -158,6 +158,7 @@ def links(links: Links | None) -> tuple[str, ...]:
         f"between two {links.device_kind} ranks: {in_seconds(links.latency_seconds)} latency, "
         f"{in_bandwidth(links.bandwidth)}; all-reduce {in_bandwidth(links.all_reduce_bandwidth)}",
         *_across(links.across),
+        *([f"between a device and its host: {in_bandwidth(links.host_bandwidth)}"] if links.host_bandwidth else []),
         f"under load, computation takes {host.pace - 1:.0%} longer than in the fastest window of a profile; "
         f"the runtime adds {in_seconds(host.compute_seconds)} to a forward or backward, "
         f"{in_seconds(host.send_seconds)} to a send, {in_seconds(host.receive_seconds)} to a receive, "

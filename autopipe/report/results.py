@@ -187,6 +187,15 @@ class StagePeak:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes that a step copies between host and device, in one direction."""
+
+    to: str  # device, host
+    bytes: int
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class AuditReport:
     """A comparison of one step of a run with a step of the plain loop from the same weights."""
 
@@ -216,6 +225,7 @@ class TrainResult:
     step: int = 0  # optimizer steps of the run, including earlier invocations
     skipped: tuple[int, ...] = ()  # steps that were skipped because they were not finite
     peaks: tuple[StagePeak, ...] = ()  # if memory was measured
+    copied: tuple[Copied, ...] = ()  # to the device, and to the host, if stages take turns on it
     audits: tuple[AuditReport, ...] = ()  # in order of completion
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
     modules: tuple[str, ...] = ()  # by stage, the names of its modules

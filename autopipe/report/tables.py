@@ -28,13 +28,12 @@ if TYPE_CHECKING:
         FullBatchReport,
         ParameterError,
         SimulateResult,
-        TrainResult,
     )
 
 WORST_PARAMETERS = 8
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def new_table(title: str, *columns: str, left: int = 1) -> Table:
     """Return an empty table; the first ``left`` columns hold text, the others numbers."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for index, column in enumerate(columns):
@@ -45,7 +44,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 def profile_table(profile: Profile) -> Table:
     """Return one row per measured microbatch size."""
     device = f"{profile.device.name}, {counted(profile.device.threads, 'thread')}"
-    table = _table(
+    table = new_table(
         f"{profile.graph.name} on {device if profile.device.kind == 'cpu' else profile.device.name}",
         "microbatch",
         "forward",
@@ -89,7 +88,7 @@ def block_table(profile: Profile, most: int = 12) -> Table:
     frame = block_frame(profile)
     shown = frame.loc[frame.index.isin(frame.nlargest(most, "share").index)]
     size = profile.measurements[-1].microbatch_size
-    table = _table(
+    table = new_table(
         f"by block, microbatch of {size}" + (f" (the largest {most} of {len(frame)})" if len(frame) > most else ""),
         "block",
         "forward",
@@ -117,7 +116,7 @@ def block_table(profile: Profile, most: int = 12) -> Table:
 
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
     """Return one row per stage: its modules, the time of a microbatch, its memory, and the bytes that it sends."""
-    table = _table(
+    table = new_table(
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
         "stage",
@@ -194,7 +193,7 @@ def simulation(result: SimulateResult) -> tuple[Any, ...]:
 def _memory(plan: Plan, cluster: Cluster) -> Table:
     """Return one row per stage: its peak memory, and the free memory of its device with all stages on it."""
     used = bytes_by_rank(plan.stages)
-    table = _table(f"memory with {plan.schedule}", "stage", "ranks", "modules", "at most", "to spare", left=3)
+    table = new_table(f"memory with {plan.schedule}", "stage", "ranks", "modules", "at most", "to spare", left=3)
     for stage in plan.stages:
         rank = max(stage.ranks, key=lambda rank: used[rank])
         limit = cluster.memory_of(rank)
@@ -233,7 +232,7 @@ def compared_with(full: FullBatchReport) -> str:
 def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
     if not full.parameters:
         return ()
-    table = _table("one step of the full batch", "parameter", "gradient", "weight after the step")
+    table = new_table("one step of the full batch", "parameter", "gradient", "weight after the step")
     for entry in full.parameters:
         errors = (entry.gradient_error, entry.weight_error)
         table.add_row(entry.name, *("not a number" if error is None else f"{error:.3g}" for error in errors))
@@ -255,7 +254,7 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     if report.nonfinite:
         word = f"NOT proven, {report.nonfinite}"
     worst = sorted(report.parameters, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
-    table = _table("largest differences", "parameter", "stage", "relative error", left=2)
+    table = new_table("largest differences", "parameter", "stage", "relative error", left=2)
     for entry in worst:
         table.add_row(entry.name, _stage_of(entry, report), f"{entry.error:.3g}")
     verdict = f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}"
@@ -310,39 +309,6 @@ def _losses(report: CheckReport) -> str:
     return counted(len(report.losses), "step")
 
 
-def training(result: TrainResult) -> str:
-    """Return the summary of a run."""
-    if not result.losses:
-        return f"all steps were done already; run directory {result.run_dir}"
-    return (
-        f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
-        f"({counted(result.stages, 'stage')}, "
-        f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
-        f"{result.samples_per_second:.1f} samples/s{_of_predicted(result)}{rates.of_run(result)}\n"
-        f"checkpoint: {result.checkpoint or 'none'}"
-    )
-
-
-def _of_predicted(result: TrainResult) -> str:
-    """Return the predicted rate, to print after the measured one."""
-    predicted = result.predicted_samples_per_second
-    return f" (predicted: {predicted:.1f})" if predicted else ""
-
-
-def peaks(result: TrainResult) -> tuple[Table, ...]:
-    """Return one row per stage and rank of measured memory; () without a measurement."""
-    if not result.peaks:
-        return ()
-    names = "modules", "stage", "rank", "at most", "planned", "between steps", "one version", "versions", "in flight"
-    table = _table("memory", *names)
-    for peak in result.peaks:
-        sizes = peak.bytes, peak.planned_bytes, peak.held_bytes, peak.weight_bytes
-        name = result.modules[peak.stage] if peak.stage < len(result.modules) else ""
-        counts = str(peak.versions), str(peak.in_flight)
-        table.add_row(name, str(peak.stage), str(peak.rank), *map(in_bytes, sizes), *counts)
-    return (table,)
-
-
 def evaluation(result: EvaluateResult) -> str:
     """Return the evaluation in one line."""
     return (
@@ -361,7 +327,7 @@ def exported(result: ExportResult) -> str:
 def findings(result: Examination) -> Table:
     """Return one row per finding of ``doctor``."""
     elsewhere = any(finding.host for finding in result.findings)
-    table = _table("the hosts" if elsewhere else "this machine", "", "what", "found", "try", left=4)
+    table = new_table("the hosts" if elsewhere else "this machine", "", "what", "found", "try", left=4)
     for finding in result.findings:
         name = f"{finding.host}: {finding.name}" if finding.host else finding.name
         table.add_row({"ok": "ok", "note": "-", "problem": "!!"}[finding.state], name, finding.detail, finding.fix)

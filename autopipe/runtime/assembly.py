@@ -15,7 +15,7 @@ from autopipe.ir.plan import Stage as StagePlan
 from autopipe.ir.schedule import Schedule
 from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.batches.recording import Recording
-from autopipe.runtime.checkpoint.initial import COMPLETE_BUILD, build_stages, weights_of
+from autopipe.runtime.checkpoint.initial import build_stages, weights_of
 from autopipe.runtime.compiled import compile_stage, refuse_split_backward
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -23,6 +23,8 @@ from autopipe.runtime.executor import Executor
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spans import span_recorder
+from autopipe.runtime.spilling.books import DeviceBooks
+from autopipe.runtime.spilling.build import build_spiller
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.deferred import DeferredStatistics
@@ -36,7 +38,8 @@ from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.transport.base import Transport
 from autopipe.runtime.weights import WeightVersions
-from autopipe.schedules import make
+from autopipe.schedules import REGISTRY, make
+from autopipe.schedules.spilling.spilled import LATE
 from autopipe.stage import Stage
 from autopipe.workload import Workload
 
@@ -66,9 +69,19 @@ class RankAssembly:
         scaler = self._scaler(schedule)
         runners = self._runners(schedule, scaler)
         stepper = self._stepper(runners, scaler)
-        footprint = Footprint(runners, torch.device(job.device)) if job.measure_memory else None
-        recorder = span_recorder(self.transport.rank, torch.device(job.device)) if job.record_timeline else None
-        return Executor(plan, request, runners, stepper, self.transport, self.reporter, recorder, footprint)
+        device = torch.device(job.device)
+        recorder = span_recorder(self.transport.rank, device) if job.record_timeline else None
+        executor = Executor(plan, request, runners, stepper, self.transport, self.reporter, recorder)
+        if REGISTRY[plan.schedule].spills:
+            books = DeviceBooks(device, job.device_budget_bytes)
+            books.enforce()
+            if job.measure_memory or (job.device_budget_bytes and device.type == "cpu"):
+                executor.footprint = books
+            executor.spiller = build_spiller(plan, stepper, device, books, recorder)
+            stepper.early = not request.options.get(LATE.name)
+        elif job.measure_memory:
+            executor.footprint = Footprint(runners, device)
+        return executor
 
     def _scaler(self, schedule: Schedule) -> LossScaler | None:
         if self.context.plan.workload.precision != "fp16":
@@ -93,16 +106,20 @@ class RankAssembly:
             weights = weights_of(job.init_from, graph, self.workload, trust=job.trust)
         digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
         classes = [load_stage(self.run.stages, stage.index, **digests) for stage in own]
-        complete = functools.partial(self.reporter.event, COMPLETE_BUILD)
-        stages = build_stages(classes, self.workload, constants, weights, graph, job.initial, complete)
+        stages = build_stages(
+            classes, self.workload, constants, weights, graph, job.initial, self._report_complete_build
+        )
         carries_gradient = Recording.of(plan, graph).carries_gradient
         runners = {}
         for planned, stage in zip(own, stages, strict=True):
-            stage.place(torch.device(job.device))
+            stage.place(torch.device(job.device), parameters=not REGISTRY[plan.schedule].spills)
             if job.compile:
                 compile_stage(stage, functools.partial(self.reporter.at, waiting=False))
             runners[planned.index] = self._runner(planned, stage, schedule, scaler, carries_gradient)
         return runners
+
+    def _report_complete_build(self, reason: str) -> None:
+        self.reporter.event("complete-build", reason=reason)
 
     def _runner(
         self,

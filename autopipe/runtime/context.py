@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopipe.errors import PlanError
 from autopipe.ir.agreement import refuse_disagreement
@@ -43,6 +43,10 @@ class RunContext:
         message_plan = MessagePlan.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return RunContext(plan, graph, request, message_plan, tuple(channels(message_plan, request)), groups)
+
+    def with_options(self, **options: int) -> RunContext:
+        """Return the context with other options of the schedule."""
+        return replace(self, request=replace(self.request, options={**self.request.options, **options}))
 
     def buffers_written(self, stage: Stage) -> frozenset[str]:
         """Return the buffers that forwards of a stage write, by first name: running statistics."""

@@ -16,12 +16,14 @@ from autopipe.errors import InternalError, RunError
 from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import RECEIVES, Instruction, Op, ScheduleSpec
+from autopipe.ir.schedule import COMPUTE, COPIES, RECEIVES, Instruction, Op, ScheduleSpec
 from autopipe.runtime.batches.on_device import on_host
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.spans import SpanRecorder
+from autopipe.runtime.spilling.books import DeviceBooks
+from autopipe.runtime.spilling.spiller import Spiller
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.transport.base import Pending, Transport
@@ -56,7 +58,9 @@ class Executor:
     # times the instructions; None unless a timeline is recorded
     recorder: SpanRecorder | None = None
     # attributes allocations to stages; None unless memory is measured
-    footprint: Footprint | None = None
+    footprint: Footprint | DeviceBooks | None = None
+    # moves the stages between host and device; None unless they take turns
+    spiller: Spiller | None = None
     current: Instruction | None = None
     # the tensors of a message, from arrival or production until they are read or sent
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -90,6 +94,7 @@ class Executor:
             Op.SEND_FORWARD: self._send, Op.SEND_BACKWARD: self._send,
             Op.RECEIVE_FORWARD: self._receive, Op.RECEIVE_BACKWARD: self._receive,
             Op.REDUCE: self._reduce, Op.STEP: self._step,
+            Op.LOAD: self._load, Op.LOAD_OPTIMIZER: self._load, Op.UNLOAD: self._load,
         }  # fmt: skip
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:
             for turn in row:
@@ -104,7 +109,10 @@ class Executor:
                 handler = handlers.get(instruction.op)
                 if handler is None:
                     raise InternalError(f"the runtime does not implement {instruction.op!r} ({instruction})")
-                timed = self.recorder.during(instruction) if self.recorder else contextlib.nullcontext()
+                copies = instruction.op in COPIES  # the lanes time these
+                timed = self.recorder.during(instruction) if self.recorder and not copies else contextlib.nullcontext()
+                if self.spiller is not None and (instruction.op in COMPUTE or instruction.op == Op.STEP):
+                    self.spiller.ready(instruction)
                 with timed, self._measured(instruction):
                     handler(instruction)
         self.current = None
@@ -227,6 +235,28 @@ class Executor:
 
     def _step(self, instruction: Instruction) -> None:
         self.stepper.step(instruction.stage, instruction.minibatch)
+        if self.spiller is not None:
+            self.spiller.stepped(instruction.stage)
+
+    def _load(self, instruction: Instruction) -> None:
+        assert self.spiller is not None
+        messages = self._messages(instruction) if instruction.microbatch >= 0 else []
+        self.spiller.carry_out(instruction, messages)
+
+    def _messages(self, instruction: Instruction) -> list[torch.Tensor]:
+        """Return what a stage keeps of other stages for a microbatch, and what it gets (L) or has made (U)."""
+        end = 1 if instruction.op == Op.LOAD else 0
+        in_flight = self.runners[instruction.stage].in_flight.get(self._key(instruction))
+        tensors = [] if in_flight is None else list(in_flight.received.values())
+        for (_, edge, *key), values in self._mail.items():
+            if edge[end] == instruction.stage and tuple(key) == self._key(instruction):
+                tensors += values.values()
+        return tensors
+
+    def settle(self) -> None:
+        """Wait until the state of all stages can be read."""
+        if self.spiller is not None:
+            self.spiller.settle()
 
 
 def _overlapping_backwards(row: Sequence[Instruction]) -> frozenset[Instruction]:

@@ -75,6 +75,8 @@ class Job:
     allow_data_dependent: bool = False
     # see ``runtime.footprint``
     measure_memory: bool = False
+    # with a spilled plan: the memory of the device; 0: all of it
+    device_budget_bytes: int = 0
     # one of ``DATA_READERS``: each rank reads, or rank 0 reads for all
     data_reader: str = "each"
     # a resumed run must read the same data as before

@@ -35,10 +35,13 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
+from autopipe.schedules.spilling.spill import spill
+from autopipe.schedules.spilling.spilled import LATE, MESSAGES
 from autopipe.workload import Workload
 
 
@@ -93,6 +96,9 @@ class RankSession:
         The user's model is built once, and only the parts of these stages are kept. If training starts from weights in
         a file, only those parts ever take memory.
         """
+        precision = context.plan.workload.precision
+        if REGISTRY[context.plan.schedule].spills and steps_late(precision, job.clip_grad_norm, job.on_nonfinite):
+            context = context.with_options(**{LATE.name: 1})
         with exclusive():
             workload = Workload.from_spec(context.plan.workload)
         assembly = RankAssembly(
@@ -173,7 +179,11 @@ class RankSession:
             base = first % math.lcm(*(stage.replicas for stage in plan.stages))
         save = functools.partial(self.save, first, Place())
         self._audits.begin(first, self._recordings.latest, minibatches[first], save)
-        self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
+        spiller = self.executor.spiller
+        with contextlib.nullcontext() if spiller is None else spiller.counted(len(minibatches)):
+            self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
+        if self.job.audit_every:
+            self.executor.settle()
         self._audits.end(self.executor.stepper)
 
     def _row(self, first: int, count: int) -> tuple[Turn, ...]:
@@ -266,6 +276,7 @@ class RankSession:
         Raises: the failure of the previous checkpoint.
         """
         self.reporter.at("saving", waiting=False)
+        self.executor.settle()
         plan = self.context.plan
         manifest = Manifest(
             step,
@@ -328,9 +339,13 @@ class RankSession:
 
     def _forward_row(self) -> tuple[Turn, ...]:
         """Return the forwards of this rank, in the order of the run's schedule."""
-        schedule = make(self.context.plan.schedule, self.context.request)
+        kind, request = REGISTRY[self.context.plan.schedule], self.context.request
+        schedule = make(kind.name, request)
         forward = tuple(tuple(i for i in row if i.op == Op.FORWARD) for row in schedule.rows)
-        return self._turns(replace(schedule, rows=forward), StageEdges(self.context.message_plan.edges.forward, ()))
+        schedule = replace(schedule, rows=forward)
+        if kind.spills:
+            schedule = spill(schedule, messages=bool(request.options.get(MESSAGES.name)))
+        return self._turns(schedule, StageEdges(self.context.message_plan.edges.forward, ()))
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
@@ -346,7 +361,13 @@ class RankSession:
                 stage.train()
 
     def report_timeline(self) -> None:
-        """Report the recorded spans as (instruction, start, end) in monotonic seconds, and the memory of each stage."""
+        """Report the recorded spans as (instruction, start, end) in monotonic seconds, and the memory of each stage.
+
+        If the stages take turns on the device, report the bytes copied too.
+        """
+        copied = None if self.executor.spiller is None else self.executor.spiller.bytes_per_step()
+        if copied is not None:
+            self.reporter.event("copied", to_device=copied[0], to_host=copied[1])
         if self.executor.recorder is not None:
             spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.recorder.finish()]
             self.reporter.event("spans", spans=spans)
@@ -355,6 +376,7 @@ class RankSession:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that this rank owns, its buffers, and the averages as ``ema.NAME``, by name."""
+        self.executor.settle()
         tensors: dict[str, torch.Tensor] = {}
         for index, runner in self.executor.runners.items():
             if self.context.plan.stages[index].ranks[0] == self.transport.rank:

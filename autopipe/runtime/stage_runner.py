@@ -176,7 +176,10 @@ class StageRunner:
             returned = [outputs[value] for value in self.stage.RETURNS]
             weight = returned[1].detach() if len(returned) > 1 else None
             self.losses[key] = self._scaled(outputs, factor).detach(), weight
-        microbatch.outputs = {} if self.recompute == "stage" else self._roots(microbatch, outputs)
+        if self.recompute == "stage":
+            microbatch.aliases = {}  # they would keep the memory of what leaves the device
+        else:
+            microbatch.outputs = self._roots(microbatch, outputs)
         self.in_flight[key] = microbatch
         return sent
 

@@ -69,6 +69,10 @@ class WeightVersions:
         """The 16-bit casts of the version in use, by first name. They are dropped together with it."""
         return self._casts.setdefault(self._used, {})
 
+    def drop_casts(self) -> None:
+        """Drop the 16-bit casts, which take memory on the device."""
+        self._casts.clear()
+
     @property
     def versions(self) -> tuple[int, ...]:
         """The stored versions, oldest first."""

@@ -34,6 +34,20 @@ class StageCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class SpillCosts:
+    """Seconds of the copies of a spilled stage between host and device. Each direction has a lane of its own."""
+
+    weights: float = 0.0  # to the device, and to the host after a step
+    optimizer: float = 0.0  # its state, likewise
+    gradients: float = 0.0  # of the weights, in either direction, if all stages step at the end
+    # per microbatch, if messages are on the host
+    activations_in: float = 0.0
+    activations_out: float = 0.0
+    gradients_in: float = 0.0
+    gradients_out: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeCosts:
     """Seconds of one message between two stages."""
 
@@ -53,6 +67,7 @@ class Costs:
     stages: tuple[StageCosts, ...]
     # (from stage, to stage) -> costs of a message, in both directions; a missing edge costs nothing
     edges: Mapping[tuple[int, int], EdgeCosts] = field(default_factory=lambda: MappingProxyType({}))
+    spill: tuple[SpillCosts, ...] = ()  # of each stage; (): copies between host and device cost nothing
 
     def __post_init__(self) -> None:
         for index, stage in enumerate(self.stages):

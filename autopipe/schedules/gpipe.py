@@ -23,9 +23,12 @@ from autopipe.schedules.kind import ScheduleKind, check_request, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 
 
-def gpipe(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError for an invalid request, such as 0 microbatches."""
-    check_request(KIND.name, request)
+def gpipe(request: ScheduleSpec, name: str = "gpipe") -> Schedule:
+    """Return the schedule. ``name``: of the kind that uses this order.
+
+    Raises: ScheduleError for an invalid request, such as 0 microbatches.
+    """
+    check_request(name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         stages = stages_of(request, rank)
@@ -34,7 +37,7 @@ def gpipe(request: ScheduleSpec) -> Schedule:
         return forwards + [(Op.BACKWARD, stage, j) for stage in reversed(stages) for j in shares[stage]]
 
     in_flight = [-(-request.num_microbatches // len(ranks)) for ranks in request.stage_ranks]
-    return flushed(KIND.name, request, order, in_flight)
+    return flushed(name, request, order, in_flight)
 
 
 KIND = ScheduleKind(

@@ -48,6 +48,7 @@ class ScheduleKind:
     replicas: bool = True  # a stage may run on more than one rank
     equal_replicas: bool = False  # if it does, every stage runs on the same number of ranks
     splits_backward: bool = False  # uses I and W; stage s defers s weight halves
+    spills: bool = False  # stages take turns on one device; uses L, O and U
 
     # The most microbatches in flight on a rank of a stage: "all" is m / r; "depth" is
     # min(m / r, depth * (ranks of later stages) / r + 1); "ranks" is min(m / r, (all ranks) / r); each rounded up.

@@ -7,11 +7,13 @@ if the schedule has staleness. ``+`` after a cell: the optimizer steps. Messages
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule
+from autopipe.ir.schedule import COMPUTE, COPIES, Instruction, Op, Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.schedules.costs import Costs
 from autopipe.schedules.grid import table
 from autopipe.schedules.simulate import simulate
+
+_LANES = "", "load", "store"
 
 
 def render(schedule: Schedule) -> str:
@@ -48,28 +50,42 @@ def _stepped_after(row: tuple[Instruction, ...]) -> set[Instruction]:
 def render_timeline(timeline: Timeline, width: int = 100) -> str:
     """Return the timeline to scale in ``width`` columns. A column shows what took most of its time, blank if idle.
 
-    Letters: F B I W as in schedules, S the step, R a reduction, ``.`` waiting for messages or handling them.
+    Letters: F B I W as in schedules, S the step, R a reduction, ``.`` waiting for messages or handling them. If stages
+    are spilled, L O U are the copies between host and device, in a line for each direction.
     """
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     width, seconds = max(width, 1), timeline.seconds
-    shares: list[list[dict[str, float]]] = [[{} for _ in range(width)] for _ in range(timeline.num_ranks)]
+    shares: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for rank in range(timeline.num_ranks):
+        copies = any(span.instruction.op in COPIES for span in timeline.spans if span.rank == rank)
+        for lane in _LANES if copies else _LANES[:1]:
+            shares[rank, lane] = [{} for _ in range(width)]
     for span in timeline.spans if seconds > 0 else ():
         letter = span.instruction.op if len(span.instruction.op) == 1 else "."
         low = (span.start_seconds - begin) / seconds * width
         high = (span.end_seconds - begin) / seconds * width
         for column in range(int(low), min(int(high) + 1, width)):
             covered = min(high, column + 1) - max(low, column)
-            share = shares[span.rank][column]
+            share = shares[span.rank, _lane(span.instruction)][column]
             share[letter] = share.get(letter, 0.0) + covered
     digits = len(str(max(timeline.num_ranks - 1, 0)))
     lines = []
-    for rank, columns in enumerate(shares):
+    for (rank, lane), columns in shares.items():
         text = "".join(_fullest(share) for share in columns)
+        if lane:
+            lines.append(f"{lane:>{5 + digits}} |{text}|")
+            continue
         busy = timeline.busy_seconds(rank) / seconds if seconds else 0.0
         lines.append(f"rank {rank:>{digits}} |{text}| {busy:4.0%} busy")
     scale = f"{'':>{5 + digits}} 0{f'{seconds:.4g} s':>{width}}"
     footer = f"{timeline.source}; bubble {timeline.bubble_fraction:.1%}"
     return "\n".join([*lines, scale, footer])
+
+
+def _lane(instruction: Instruction) -> str:
+    if instruction.op not in COPIES:
+        return ""
+    return "store" if instruction.op == Op.UNLOAD else "load"
 
 
 def _fullest(share: dict[str, float]) -> str:

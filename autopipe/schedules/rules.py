@@ -19,6 +19,9 @@ gradients-apart         S, or R if there is one, comes before the rank's first b
 reduce-before-step      R comes after the rank's last backward of its minibatch and before S, if replicated
 message-place           a send comes after the instruction that makes its value, a receive before the one that needs it
 channel-order           both ends of a channel name the same messages, each once, in the same order
+resident                F, B, I, W and S of a spilled stage lie between its L and its U, and S behind its O
+two-slabs               at most two stages of a rank are between their L and their U
+messages-there          F and B of a microbatch whose messages are on the host come behind its L, and before its U
 no-deadlock             all ranks finish if channels are first in, first out and sends never block
 ======================  =============================================================================================
 
@@ -30,14 +33,15 @@ from __future__ import annotations
 from typing import NoReturn
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, COMPUTED_BY, RECEIVES, SENDS, Instruction, Op, Schedule
+from autopipe.ir.schedule import COMPUTE, COMPUTED_BY, COPIES, RECEIVES, SENDS, Instruction, Op, Schedule
 from autopipe.schedules.grid import marked
 from autopipe.schedules.rows import minibatches, own_microbatches, stages_of
+from autopipe.schedules.spilling.residence import Residence
 
 RULES = (
     "placement", "once", "stages-in-order", "backward-after-forward", "same-version", "version-exists", "version-kept",
     "staleness", "microbatch-order", "in-flight", "step-once", "step-after-backward", "gradients-apart",
-    "reduce-before-step", "message-place", "channel-order", "no-deadlock",
+    "reduce-before-step", "message-place", "channel-order", "resident", "two-slabs", "messages-there", "no-deadlock",
 )  # fmt: skip
 
 Work = tuple[int, int, int]  # stage, minibatch, microbatch
@@ -73,6 +77,7 @@ class Row:
         self.last: dict[tuple[Op, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
         self.versions: dict[Work, int] = {}  # the version that each forward used
         self.in_flight = dict.fromkeys(self.stages, 0)
+        self.residence = Residence(schedule.rows[rank])
 
     def fail(self, rule: str, what: str) -> NoReturn:
         """Raise: ScheduleError for a rule that the current instruction breaks."""
@@ -82,6 +87,10 @@ class Row:
         """Check the whole row. Raises: ScheduleError for the first rule that is broken."""
         for self.index, i in enumerate(self.schedule.rows[self.rank]):  # noqa: B020 - the index is what fail() marks
             self._placement(i)
+            for rule, what in self.residence.broken_by(i):
+                self.fail(rule, what)
+            if i.op in COPIES:
+                continue
             if i.op == Op.FORWARD:
                 self._forward(i)
             elif i.op in COMPUTE:
@@ -99,6 +108,8 @@ class Row:
                     self.fail("once", f"stage {stage} lacks {self.left[stage, t]} backwards of minibatch {t}")
             if self.newest[stage] != self.window.stop:
                 self.fail("step-once", f"stage {stage} has no step for minibatch {self.newest[stage]}")
+        for rule, what in self.residence.broken_by_end():
+            self.fail(rule, what)
 
     def _placement(self, i: Instruction) -> None:
         if i.stage not in self.newest:
@@ -107,7 +118,7 @@ class Row:
             self.fail(
                 "placement", f"{i}: minibatch {i.minibatch} is outside {self.window.start}..{self.window.stop - 1}"
             )
-        if i.op in (Op.REDUCE, Op.STEP):
+        if i.op in (Op.REDUCE, Op.STEP) or (i.op in COPIES and i.microbatch < 0):
             return
         if not 0 <= i.microbatch < self.request.num_microbatches:
             self.fail("placement", f"{i}: microbatch {i.microbatch} of {self.request.num_microbatches}")

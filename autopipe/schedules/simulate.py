@@ -5,6 +5,8 @@ sent, or a reduction that not all replicas have reached. The rank resumes when a
 instruction is visited once, so the time is linear in their number. A link has one sender, so its messages have the
 order of the sender's row, and the result does not depend on the order in which ranks are visited.
 
+L, O and U take a lane between host and device, and none of the rank's time (``lanes``).
+
 Sends never block (beyond ``send_seconds``), and neither does R. The step waits until all replicas have reached their R
 and the gradients are added; the span of the reduction is that wait. An instruction that takes no time and does not wait
 has no span.
@@ -15,11 +17,13 @@ from __future__ import annotations
 import itertools
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Op, Schedule, StageEdges
+from autopipe.ir.schedule import COPIES, Instruction, Op, Schedule, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules.costs import FREE, Costs
 from autopipe.schedules.grid import marked
 from autopipe.schedules.lower import lower
+from autopipe.schedules.spilling.lanes import Lanes
+from autopipe.schedules.spilling.spilled import OPTIMIZER_SLABS
 
 Message = tuple[int, int, int, int]
 Reduction = tuple[int, int]
@@ -52,6 +56,8 @@ class _Simulation:
         self.adding: dict[tuple[tuple[int, ...], int], float] = {}  # when the ranks end those of a minibatch so far
         self.stepping: dict[Reduction, list[int]] = {}  # the ranks whose step waits for a reduction
         self.ready = list(range(len(schedule.rows)))[::-1]
+        slabs = schedule.request.options.get(OPTIMIZER_SLABS.name, OPTIMIZER_SLABS.default)
+        self.lanes = [Lanes(costs.spill, slabs) for _ in schedule.rows] if schedule.spilled else []
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
         self.durations = {
             Op.FORWARD: [stage.forward_seconds for stage in costs.stages],
@@ -74,10 +80,19 @@ class _Simulation:
         """Advance a rank along its row, to its end or to an instruction that has to wait."""
         row, durations, spans, arrivals = self.schedule.rows[rank], self.durations, self.spans[rank], self.arrivals
         edges, now = self.costs.edges, self.clock[rank]
+        lanes = self.lanes[rank] if self.lanes else None
         index = self.position[rank]
         while index < len(row):
             i = row[index]
             op, start = i.op, now
+            if lanes is not None:
+                if op in COPIES:
+                    begin, end = lanes.copy(i, now)
+                    if end > begin:
+                        spans.append(Span(rank, i, begin, end))
+                    index += 1
+                    continue
+                now = start = lanes.ready(i, now)
             if op == Op.STEP and (i.stage, i.minibatch) in self.reached:
                 finish = self._reduced(rank, i, now)
                 if finish is None:

@@ -139,6 +139,13 @@ def replicas(bench: Bench, *words: str) -> str:
     return f"{result['stages']} stages on {result['ranks']} ranks; {bench.equal(FP32)}"
 
 
+def spilled(bench: Bench) -> str:
+    """Compare a model whose training state is almost three times as large as the memory that it may use."""
+    size = ("--arg", "blocks=12", "--arg", "width=768")
+    words = ("--gpus", "1", "--schedule", "spilled", "--gpu-memory", "512MiB")
+    return check(bench, SAMPLES / "gpt.py", *size, *words)
+
+
 def trials(device: str) -> list[Trial]:
     """Return the trials for a device, in the order in which they run: what is most telling first."""
     same = "the weights of the plain loop"
@@ -167,13 +174,15 @@ def trials(device: str) -> list[Trial]:
         rows.append(Trial("prediction", f"within {TIME:.0%}", partial(prediction, target=SAMPLES / "gpt.py")))
         most = f"at most {MOST_SYNCHRONIZATIONS} in a step"
         rows.append(Trial("synchronizations", most, synchronizations))
+        rows.append(Trial("check spilled", "equal to plain training", spilled))
     return rows
 
 
 def _train(schedule: str, bench: Bench) -> str:
     if schedule != "custom":
         versions = ["--vertical-sync"] if schedule == "pipedream" else []  # the model has tied parameters
-        return train(bench, "--schedule", schedule, *versions)
+        ranks = ["--gpus", "1"] if REGISTRY[schedule].spills else []
+        return train(bench, "--schedule", schedule, *versions, *ranks)
     own = make("gpipe", ScheduleSpec(tuple((rank,) for rank in range(bench.ranks)), MICROBATCHES))
     (bench.folder / "own.csv").write_text(to_csv(own))
     return train(bench, "--schedule-file", "own.csv")

@@ -32,7 +32,9 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleKind, ScheduleSpec, StageEdges]:
     """Return a schedule, a request that it accepts, and channels with skips."""
     kind = REGISTRY[draw(st.sampled_from(sorted(REGISTRY)))]
     m, window, first = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
-    if kind.several_stages and draw(st.booleans()):
+    if kind.spills:
+        layout = ((0,),) * draw(st.integers(1, 6))
+    elif kind.several_stages and draw(st.booleans()):
         n, v, d = draw(st.integers(1, 4)), draw(st.integers(2, 3)), draw(st.integers(1, 3))
         layout = dealt(n, v, m, d=d, apart=draw(st.booleans())).stage_ranks
         if kind.name == "custom":

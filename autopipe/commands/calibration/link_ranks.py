@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from autopipe.commands.calibration.host_copies import host_bandwidth
 from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, Channel
 from autopipe.ir.cluster import Level, Links
@@ -179,8 +180,11 @@ def _measure(end: _End) -> dict[str, str | float]:
         transport.all_reduce(_PAIR, tensor)
 
     figures = figures_of(ping, add_up, where, transport, OVER_NCCL if use_nccl else THROUGH_HOST)
+    transport.barrier()
+    between = {"host_bandwidth": host_bandwidth(where)} if rank == 0 else {}
+    transport.barrier()
     transport.close()
-    return {"device_kind": where.type, **figures}
+    return {"device_kind": where.type, **figures, **between}
 
 
 class _Waiting(Protocol):

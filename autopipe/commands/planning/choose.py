@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.settings import PlanSettings, Progress
 from autopipe.commands.store import PlanRecord, Work, profile_digest
-from autopipe.errors import PlanError, RunError, counted
+from autopipe.errors import DoesNotFitError, PlanError, RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, Links
@@ -22,11 +22,13 @@ from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan
 from autopipe.planning.clusters import by_datasheet, cluster_of_figures, this_machine, with_estimated_times
 from autopipe.planning.cost.peaks import search_within_memory
-from autopipe.planning.cost.predict import predict, simulator_score
+from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
+from autopipe.planning.scores import simulator_score
 from autopipe.planning.space import Space, most_stages
+from autopipe.planning.spilled.offer import with_offer
 from autopipe.runtime.context import refuse_stale_ties
-from autopipe.schedules import lines_of
+from autopipe.schedules import REGISTRY, lines_of
 from autopipe.workload import Workload
 
 # a relative gain below this is not an improvement, because the figures of a profile are less exact
@@ -160,7 +162,10 @@ def search(
         least = complete.predicted.samples_per_second * (1 + LEAST_GAIN)
         return complete if other is None or other.predicted.samples_per_second <= least else other
 
-    plan = search_within_memory(profile, cluster, find, lambda: search_progress.stopped)
+    try:
+        plan = search_within_memory(profile, cluster, find, lambda: search_progress.stopped)
+    except DoesNotFitError as refusal:
+        raise with_offer(refusal, profile, cluster, choices[0]) from None
     if not math.isfinite(plan.predicted.step_seconds):
         predict(plan, profile, cluster)  # raises the ScheduleError that names the broken rule
     return plan, search_progress
@@ -235,6 +240,8 @@ def ranks_of(request: PlanRequest, profile: Profile) -> int:
         return rows
     if request.gpus is not None:
         return request.gpus
+    if request.schedule is not None and request.schedule in REGISTRY and REGISTRY[request.schedule].spills:
+        return 1
     if request.cluster is not None:
         return request.cluster.num_ranks
     if profile.device.kind == "cuda":

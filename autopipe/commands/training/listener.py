@@ -20,7 +20,6 @@ from autopipe.report.results import AuditReport, Restart, StagePeak
 from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
 from autopipe.runtime.checkpoint import directory as checkpoints
-from autopipe.runtime.checkpoint.initial import COMPLETE_BUILD
 from autopipe.runtime.job import RunDirectory
 
 
@@ -44,6 +43,7 @@ class Listener:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     peaks: list[StagePeak] = field(default_factory=list)
+    copied: tuple[int, int] | None = None  # bytes a step, to the device and to the host
     # rank -> the index of its GPU in the latest attempt, and the number of other GPUs it could have used
     devices: dict[int, tuple[int, int]] = field(default_factory=dict)
     # the event of a rank that read other data than the run before its checkpoint, in the latest attempt
@@ -130,6 +130,9 @@ class Listener:
         self._write({"peak": dataclasses.asdict(peak)})
         self.events("peak", dataclasses.asdict(peak))
 
+    def _copied(self, event: Mapping[str, Any]) -> None:
+        self.copied = event["to_device"], event["to_host"]
+
     def _spans(self, event: Mapping[str, Any]) -> None:
         self.spans.extend(
             Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
@@ -212,11 +215,12 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "audit-left-out": Listener._audit_left_out,
     "round": Listener._round,
     "note": Listener._note,
-    COMPLETE_BUILD: Listener._complete_build,
+    "complete-build": Listener._complete_build,
     "nonfinite": Listener._nonfinite,
     OTHER_DATA: Listener._other_data,
     "stopping": Listener._stopping,
     "stopped": Listener._stopped,
     "peak": Listener._peak,
+    "copied": Listener._copied,
     "spans": Listener._spans,
 }

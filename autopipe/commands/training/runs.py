@@ -18,6 +18,7 @@ from autopipe.commands.evaluation import refuse_impossible
 from autopipe.commands.exporting import export
 from autopipe.commands.finished import evaluate, find_run
 from autopipe.commands.locks import only_one
+from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
 from autopipe.commands.steps import Prepared, batch_size_of, prepare
 from autopipe.commands.store import Work
@@ -36,12 +37,14 @@ from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.planning.clusters import precision_of
 from autopipe.planning.cost.datasheets import utilization
-from autopipe.report.results import TrainResult
+from autopipe.planning.spilled.costs import copied_bytes
+from autopipe.report.results import Copied, TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.initial import weights_of
 from autopipe.runtime.compiled import refuse_split_backward
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.training_state.trial import prove_restorable
 
 MOST_STEPS = 2**31 - 1
@@ -196,6 +199,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         trust=settings.trust,
         record_timeline=settings.record_timeline,
         measure_memory=settings.measure_memory,
+        device_budget_bytes=prepared.device_budget_bytes,
         evaluation_note=prepared.evaluation_note,
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
@@ -207,6 +211,15 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         compile=bool(settings.compile),
         initial=prepared.workload.models.initial,
     )
+
+
+def _copied(settings: TrainSettings, prepared: Prepared, copied: tuple[int, int] | None) -> tuple[Copied, ...]:
+    if copied is None:
+        return ()
+    plan, profile = prepared.plan, with_averages(prepared.profile, prepared.record.request)
+    late = steps_late(plan.workload.precision, settings.clip_grad_norm or 0.0, settings.on_nonfinite)
+    planned = copied_bytes(plan, profile, late=late)
+    return tuple(Copied(to, *sizes) for to, *sizes in zip(("device", "host"), copied, planned, strict=True))
 
 
 def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
@@ -256,6 +269,7 @@ def _launch(
         step=max(listener.losses, default=max(start, 0) - 1) + 1,
         skipped=tuple(listener.skipped),
         peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
+        copied=_copied(settings, attempts.prepared, listener.copied),
         audits=tuple(listener.audits),
         modules=tuple(stage.modules for stage in plan.stages),
         device_flops_per_second=rate,

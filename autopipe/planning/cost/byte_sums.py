@@ -157,15 +157,7 @@ class ByteSums:
 
     def _add_state(self) -> None:
         atoms, graph = self._atoms, self._atoms.graph
-        users: dict[str, set[int]] = {}
-        for atom, node in atoms.work:
-            for name in (*node.parameters, *node.buffers, *node.buffers_written):
-                users.setdefault(name, set()).add(atom)
-        for node in atoms.copied:
-            for name in (*node.parameters, *node.buffers, *node.buffers_written):
-                users.setdefault(name, set()).update(atoms.reads[node.name])
-        for name, home in unused_state(graph).items():
-            users[name] = {atoms.of_position[home]}
+        users = users_of_state(atoms)
         for name, spec in graph.parameters.items():
             size, used_at = spec.num_bytes(atoms.sizes), users[name]
             self.weights.distinct(used_at, size + atoms.casts.get(name, 0))
@@ -198,3 +190,17 @@ class ByteSums:
             self.workspace.node(atom, cost.saved_bytes, cost.workspace_bytes)
             if atoms.has_trained(node):
                 self.between.atom(atom, cost.output_bytes)
+
+
+def users_of_state(atoms: Atoms) -> dict[str, set[int]]:
+    """Return the atoms that need each parameter and buffer."""
+    users: dict[str, set[int]] = {}
+    for atom, node in atoms.work:
+        for name in (*node.parameters, *node.buffers, *node.buffers_written):
+            users.setdefault(name, set()).add(atom)
+    for node in atoms.copied:
+        for name in (*node.parameters, *node.buffers, *node.buffers_written):
+            users.setdefault(name, set()).update(atoms.reads[node.name])
+    for name, home in unused_state(atoms.graph).items():
+        users[name] = {atoms.of_position[home]}
+    return users

@@ -30,6 +30,7 @@ class Datasheet:
     bf16: bool  # whether it has bf16 matrix units
     source: str  # the document
     link_bandwidth: float  # bytes per second to another one of the same host, in one direction
+    host_bandwidth: float  # bytes per second that copies between it and its host reach, in one direction
 
     def peak(self, precision: str) -> float:
         """Return the peak operations per second. Raises: PlanError if the device does not have the precision."""
@@ -50,9 +51,10 @@ def _sheet(
     *,
     bf16: bool = True,
     link: float = 32,  # PCIe 4.0 x16
+    host: float = 25,  # of the 32 of PCIe 4.0 x16
 ) -> Datasheet:
     rates = bandwidth * 1e9, fp32_tera * 1e12, tensor_tera * 1e12
-    return Datasheet(name, gigabytes * 10**9, *rates, bf16, source, link * 1e9)
+    return Datasheet(name, gigabytes * 10**9, *rates, bf16, source, link * 1e9, host * 1e9)
 
 
 _V100 = "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020"
@@ -62,13 +64,13 @@ _H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM; half its sparse rate), 2024
 
 
 DATASHEETS = (
-    _sheet("V100-16GB", 16, 900, 15.7, 125, _V100, bf16=False, link=150),
-    _sheet("V100-32GB", 32, 900, 15.7, 125, _V100, bf16=False, link=150),
+    _sheet("V100-16GB", 16, 900, 15.7, 125, _V100, bf16=False, link=150, host=12),
+    _sheet("V100-32GB", 32, 900, 15.7, 125, _V100, bf16=False, link=150, host=12),
     _sheet("A100-40GB", 40, 1555, 19.5, 312, _A100, link=300),
     _sheet("A100-80GB", 80, 2039, 19.5, 312, _A100, link=300),
     _sheet("L40S", 48, 864, 91.6, 362.05, "NVIDIA L40S datasheet, 2023"),
-    _sheet("H100-80GB", 80, 3350, 67, 989.5, _H100, link=450),
-    _sheet("H200-141GB", 141, 4800, 67, 989.5, _H200, link=450),
+    _sheet("H100-80GB", 80, 3350, 67, 989.5, _H100, link=450, host=50),
+    _sheet("H200-141GB", 141, 4800, 67, 989.5, _H200, link=450, host=50),
 )
 
 ALIASES = MappingProxyType(
@@ -167,4 +169,4 @@ def device_like(profiled: str, target: str, precision: str) -> ClusterDevice:
     """
     sheet, memory_speed = datasheet(target), datasheet(target).memory_bandwidth / datasheet(profiled).memory_bandwidth
     speed = relative_speed(profiled, target, precision).estimate
-    return ClusterDevice(sheet.name, sheet.memory_bytes, speed, memory_speed, sheet.name)
+    return ClusterDevice(sheet.name, sheet.memory_bytes, speed, memory_speed, sheet.name, sheet.host_bandwidth)

@@ -9,12 +9,12 @@ schedule of a finished plan, instruction by instruction, with every message that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from autopipe.errors import PlanError, counted
+from autopipe.errors import DoesNotFitError, PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.messages import MessagePlan
+from autopipe.ir.messages import MessagePlan, message_bytes
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Op, Schedule
@@ -22,10 +22,11 @@ from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.backward import backward_bytes
 from autopipe.planning.cost.block_sums import BlockSums
 from autopipe.planning.cost.byte_sums import ByteSums
-from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
+from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, schedule_of
 from autopipe.planning.cost.stored import stored_values
 from autopipe.planning.cost.units import Units
-from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
+from autopipe.planning.spilled.costs import peaks_of
+from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.units import in_bytes, in_short_bytes
 
 MOST_SEARCHES = 6
@@ -39,6 +40,8 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
     size = plan.num_ranks * plan.num_microbatches
     if size > most:
         return plan
+    if REGISTRY[plan.schedule].spills:
+        return _with_stage_peaks(plan, peaks_of(plan, profile))
     schedule = schedule_of(plan)
     if any(schedule.staleness):
         # until the pipeline is full of microbatches and versions
@@ -47,10 +50,13 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
             return plan
         schedule = schedule_of(plan, window)
     message_plan = MessagePlan.of(plan, profile.graph)
-    sent = message_bytes(plan, profile, message_plan)
+    sent = message_bytes(plan, profile.graph, message_plan)
     messages = MessageBytes({e: sent[e] for e in message_plan.forward}, {e: sent[e] for e in message_plan.backward})
     sizes = _sizes(plan, profile, _halved(schedule, message_plan))
-    peaks = stage_peaks(lower(schedule, message_plan.edges), sizes, messages)
+    return _with_stage_peaks(plan, stage_peaks(lower(schedule, message_plan.edges), sizes, messages))
+
+
+def _with_stage_peaks(plan: Plan, peaks: Sequence[int]) -> Plan:
     stages = (dataclasses.replace(s, peak_bytes=peak) for s, peak in zip(plan.stages, peaks, strict=True))
     return dataclasses.replace(plan, stages=tuple(stages))
 
@@ -113,7 +119,7 @@ def search_within_memory(
             return plan
         rank = worst(over, cluster)
         more = over[rank] - cluster.device(rank).memory_bytes
-        refused = PlanError(
+        refused = DoesNotFitError(
             f"no plan fits: the best one needs {in_short_bytes(over[rank])} on rank {rank}, with its messages: "
             f"{in_short_bytes(more)} more than its device has",
             remedy="use more ranks, smaller microbatches or a schedule with fewer of them in flight; with --recompute "

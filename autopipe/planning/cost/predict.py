@@ -6,27 +6,19 @@ several are simulated, and the time that one minibatch adds is the time of a ste
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.gradients import num_buckets
-from autopipe.ir.messages import Edge, MessagePlan, tied
+from autopipe.ir.messages import Edge, MessagePlan, message_bytes
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Timeline
-from autopipe.planning import PlanOptions
-from autopipe.planning.api import candidate_counts
-from autopipe.planning.refusals import microbatch_count
-from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
+from autopipe.planning.spilled.costs import spill_costs
 from autopipe.schedules import REGISTRY, Costs, EdgeCosts, StageCosts, lower, make, simulate
+from autopipe.schedules.costs import SpillCosts
 
 WINDOW = 8
-# pairs of a rank and a microbatch that take about a quarter of a second to simulate, and ten seconds
-MOST_SIMULATED = 4096
+# pairs of a rank and a microbatch that take about ten seconds to simulate
 MOST_SIMULATED_ONCE = 200_000
 
 
@@ -63,12 +55,15 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 reduce_buckets=1 if REGISTRY[plan.schedule].splits_backward else num_buckets(owned),
             )
         )
-    return Costs(tuple(stages), _edges(plan, profile, cluster))
+    spill: tuple[SpillCosts, ...] = ()
+    if REGISTRY[plan.schedule].spills:
+        spill = spill_costs(plan, profile, cluster.device(0).to_host_bandwidth)
+    return Costs(tuple(stages), _edges(plan, profile, cluster), spill)
 
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
     message_plan = MessagePlan.of(plan, profile.graph)
-    amounts = message_bytes(plan, profile, message_plan)
+    amounts = message_bytes(plan, profile.graph, message_plan)
     edges: dict[Edge, EdgeCosts] = {}
     host = cluster.host
     for edge, values in (*message_plan.forward.items(), *message_plan.backward.items()):
@@ -83,14 +78,6 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     return edges
 
 
-def message_bytes(plan: Plan, profile: Profile, message_plan: MessagePlan) -> dict[Edge, int]:
-    """Return the bytes of a microbatch on each edge: activations to later stages, gradients to earlier ones."""
-    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
-    num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
-    every = (*message_plan.forward.items(), *message_plan.backward.items())
-    return {edge: sum(num_bytes[value] for value in values) for edge, values in every}
-
-
 def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
     """Return the simulated timeline of some minibatches."""
     lowered = lower(schedule_of(plan, num_minibatches), MessagePlan.of(plan, profile.graph).edges)
@@ -99,7 +86,11 @@ def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches:
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
     """Return the simulated prediction; without a flush, of the steady state."""
-    if not any(schedule_of(plan).staleness):
+    if REGISTRY[plan.schedule].spills:  # the first minibatch finds nothing on the device
+        timeline, longer = (timeline_of(plan, profile, cluster, count) for count in (2, 3))
+        seconds = longer.seconds - timeline.seconds
+        bubble = max(0.0, 1 - (longer.busy_seconds(0) - timeline.busy_seconds(0)) / seconds) if seconds else 0.0
+    elif not any(schedule_of(plan).staleness):
         timeline = timeline_of(plan, profile, cluster)
         seconds, bubble = timeline.seconds, timeline.bubble_fraction
     else:
@@ -109,44 +100,3 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
         bubble = max(0.0, 1 - busy / (seconds * plan.num_ranks)) if seconds else 0.0
     bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
-
-
-def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
-    """Return the simulator as the score of a search. The larger the plans are, the fewer it simulates.
-
-    If they are too large to simulate, the score is the closed-form estimate for all of them: the two kinds of
-    prediction are never compared with each other.
-    """
-    stages = len(Cuts(profile.graph).legal) + 1
-    largest = max(1, *(_largest(profile, options, stages) for options in choices))
-    if largest > MOST_SIMULATED_ONCE:
-        return RankedScore(lambda plan: plan.predicted, 1)
-    return RankedScore(simulated(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
-
-
-def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
-    try:
-        fixed = microbatch_count(options)
-        count = fixed or max(candidate_counts(profile, options), default=1)
-        # if ranks may stay unused, no stage has more ranks than microbatches
-        most = min(options.num_ranks, count * most_stages) if options.may_replicate else options.num_ranks
-        return count * most
-    except PlanError:
-        return 0  # the search will raise it
-
-
-def simulated(profile: Profile, cluster: Cluster) -> Score:
-    """Return the simulator as a score. A plan that its schedule cannot run takes infinitely long.
-
-    A plan that is too large to simulate keeps the closed-form estimate.
-    """
-
-    def score(plan: Plan) -> Prediction:
-        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED_ONCE:
-            return plan.predicted
-        try:
-            return predict(plan, profile, cluster)
-        except ScheduleError:
-            return Prediction(math.inf, 0.0, 0.0, plan.predicted.bottleneck_seconds)
-
-    return score

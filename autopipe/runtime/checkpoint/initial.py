@@ -26,9 +26,6 @@ from autopipe.workload.model import partial
 from autopipe.workload.model.digests import builds_here, digests_of
 from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
 
-COMPLETE_BUILD = "complete-build"
-"""The event of a rank that cannot build only its own parameters; its field ``reason`` says why."""
-
 
 def weights_of(init_from: str, graph: Graph, workload: Workload, *, trust: bool) -> Matched:
     """Open the weights that a run starts from. Raises: RunError, ArtifactError."""

@@ -85,8 +85,8 @@ class GradientFinisher:
             factor = clip_factor(
                 list(norms), values, self.trainable, self.clip_norm, self.norm_dtype, self.agreement.sum
             )
-            if gradients:
-                torch._foreach_mul_(gradients, copied_to(gradients[0].device, factor))
+            for device, on_device in _by_device(gradients).items():  # those of spilled stages may be on the host
+                torch._foreach_mul_(on_device, copied_to(device, factor))
         return skip
 
     @property
@@ -114,3 +114,10 @@ class GradientFinisher:
             place = max(nonfinite)
             self.reporter.event("nonfinite", step=minibatch, what=nonfinite[place], place=place, policy="stop")
             raise RunError(f"step {minibatch + 1} is not finite: {nonfinite[place]}")
+
+
+def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    divided: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        divided.setdefault(tensor.device, []).append(tensor)
+    return divided

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -57,6 +57,8 @@ class Stepper:
     after_step: Callable[[int], None] | None = None
     # the loss of every minibatch, on rank 0
     losses: dict[int, float] = field(default_factory=dict)
+    # a stage steps as soon as its own gradients are complete: nothing is agreed on with other stages
+    early: bool = False
     # the number of samples of each minibatch, set by the rank that reads the data
     samples: dict[int, int] = field(default_factory=dict)
     _stepped: list[int] = field(default_factory=list)
@@ -98,9 +100,16 @@ class Stepper:
             self.replicas[stage].start()
 
     def step(self, stage: int, minibatch: int) -> None:
-        """Carry out S. The first S of a rank completes the gradients of all its stages; the last reports the loss."""
-        if not self._stepped:
-            self._prepare(minibatch)
+        """Carry out S. The first S of a rank completes the gradients of all its stages; the last reports the loss.
+
+        With ``early``, each S completes the gradients of its stage.
+        """
+        if not self._stepped and self.before_step is not None:
+            self.before_step()
+        if self.early:
+            self._prepare([stage], minibatch)
+        elif not self._stepped:
+            self._prepare(list(self.runners), minibatch)
         if not self._lends:
             self._optimize(stage)
         deferred = self.runners[stage].deferred
@@ -127,15 +136,13 @@ class Stepper:
                 self.scaler.update(self._skip)
             self._report(minibatch)
 
-    def _prepare(self, minibatch: int) -> None:
-        """Complete the gradients of all stages, agree on them with the other ranks, and step first if any are lent."""
-        if self.before_step is not None:
-            self.before_step()
-        for stage in self.runners:
+    def _prepare(self, stages: Sequence[int], minibatch: int) -> None:
+        """Complete the gradients of stages, agree on them with the other ranks, and step first if any are lent."""
+        for stage in stages:
             self._complete(stage, minibatch)
-        for stage in self.runners:
+        for stage in stages:
             self.ties.sum_gradients(stage)
-        self._skip = self.gradients.finish(minibatch, {stage: self.owned(stage) for stage in self.runners})
+        self._skip = self.gradients.finish(minibatch, {stage: self.owned(stage) for stage in stages})
         if self._lends:
             for stage in self.runners:
                 self._optimize(stage)
@@ -161,8 +168,10 @@ class Stepper:
         if stage in self.shards and not self._skip:
             self.reporter.at(f"{stage}S", waiting=True)
             self.shards[stage].exchange()
-        for parameter in self.parameters(stage).values():
-            parameter.grad = None
+        kept = self.ties.kept_gradients(stage)
+        for name, parameter in self.parameters(stage).items():
+            if name not in kept:
+                parameter.grad = None
 
     def _report(self, minibatch: int) -> None:
         loss = self.loss.collect(minibatch)

@@ -7,6 +7,7 @@ owner before it steps, and which take the owner's new value after it has stepped
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,16 @@ from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.transport.base import Transport
+
+
+class Moved(Protocol):
+    """Stages whose parameters move between host and device."""
+
+    def gradient_of(self, stage: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return a gradient on the device."""
+
+    def assign(self, stage: int, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Give a parameter a value."""
 
 
 class TieExchange:
@@ -45,6 +56,8 @@ class TieExchange:
         self._ties = tuple(ties)
         self._request, self._runners = request, runners
         self._transport, self._reporter = transport, reporter
+        # the stages of this rank, if they move between host and device
+        self.moved: Moved | None = None
         # the ties whose stages exchange values: frozen copies never change
         self.moving = tuple(tie for tie in ties if tie.parameter in moving)
 
@@ -72,7 +85,15 @@ class TieExchange:
                 total = None
                 for copy in reversed(tie.copies):
                     total = _sum(self._gradient_of_copy(tie, copy), total)
+                    if copy in self._runners:
+                        self._parameters(copy)[tie.parameter].grad = None
                 parameter.grad = _sum(parameter.grad, total)
+
+    def kept_gradients(self, stage: int) -> frozenset[str]:
+        """Return the copies of a stage whose gradients wait for their owner on this rank, which may step later."""
+        return frozenset(
+            tie.parameter for tie in self._ties if not tie.exact and stage in tie.copies and tie.owner in self._runners
+        )
 
     def _send_gradient(self, tie: Tie, stage: int) -> None:
         parameter = self._parameters(stage)[tie.parameter]
@@ -85,7 +106,8 @@ class TieExchange:
 
     def _gradient_of_copy(self, tie: Tie, copy: int) -> torch.Tensor | None:
         if copy in self._runners:
-            return self._parameters(copy)[tie.parameter].grad
+            parameter = self._parameters(copy)[tie.parameter]
+            return parameter.grad if self.moved is None else self.moved.gradient_of(copy, parameter)
         channel = self._arriving(TIE_GRADIENT, copy, tie.owner)
         present = self._receive(channel, torch.zeros(1, dtype=torch.int64))
         return self._receive(channel, self._parameters(tie.owner)[tie.parameter]) if int(present) else None
@@ -102,7 +124,9 @@ class TieExchange:
     def _send_value(self, tie: Tie) -> None:
         value = self._parameters(tie.owner)[tie.parameter].data
         for copy in tie.copies:
-            if copy in self._runners:
+            if copy in self._runners and self.moved is not None:
+                self.moved.assign(copy, self._parameters(copy)[tie.parameter], value)
+            elif copy in self._runners:
                 self._parameters(copy)[tie.parameter].data = value.clone()
             for channel in self._leaving(TIE_VALUE, tie.owner, copy):
                 self._send(channel, value)

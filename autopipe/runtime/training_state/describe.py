@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import enum
 import functools
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autopipe.runtime.training_state.nodes import Node, UnstorableError, name_of
+from autopipe.strides import extent
 
 _MOST_NODES = 5_000_000
 _IMMUTABLE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
@@ -74,11 +76,11 @@ def describe(
 class _Describer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], suffix: str, values: bool) -> None:
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.storages = {
-            p.untyped_storage().data_ptr(): f"the parameter {name}"
-            for name, p in parameters.items()
-            if p.numel() and not p.is_meta
-        }
+        # the memory that is described, by block of memory: (address, end, path), ascending
+        self.memory: dict[int, list[tuple[int, int, str]]] = {}
+        for name, parameter in parameters.items():
+            if parameter.numel() and not parameter.is_meta and parameter.layout is torch.strided:
+                self.sharer(parameter, f"the parameter {name}")
         self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self.suffix, self.values = suffix, values
         self.tensors: dict[str, torch.Tensor] = {}
@@ -168,9 +170,8 @@ class _Describer:
                 node["value"] = str(value.detach().flatten()[0].item())
             return node
         if value.numel():
-            place = value.untyped_storage().data_ptr()
-            other = self.storages.setdefault(place, path)
-            if other != path:
+            other = self.sharer(value, path)
+            if other:
                 raise UnstorableError(
                     path, f"shares its memory with {other}", "clone() it, so that it has its own memory"
                 )
@@ -180,6 +181,19 @@ class _Describer:
             node["host"] = True
         node["name"] = self.keep(path, value.detach())
         return node
+
+    def sharer(self, tensor: torch.Tensor, path: str) -> str:
+        """Note the memory of a strided tensor. Return the path of another one that has a part of it, or ""."""
+        begin = tensor.data_ptr()
+        end = begin + extent(tensor.shape, tensor.stride()) * tensor.element_size()
+        spans = self.memory.setdefault(tensor.untyped_storage().data_ptr(), [])
+        at = bisect.bisect(spans, (begin, end, path))
+        for first, last, other in spans[max(at - 1, 0) : at + 1]:
+            if first < end and begin < last and other != path:
+                return other
+        if all(other != path for _, _, other in spans[max(at - 1, 0) : at + 1]):
+            spans.insert(at, (begin, end, path))
+        return ""
 
     def keep(self, path: str, tensor: torch.Tensor) -> str:
         name = path if self.inside else path + self.suffix

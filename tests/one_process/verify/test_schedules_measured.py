@@ -105,7 +105,7 @@ def test_pipedream_keeps_one_version_more_than_its_staleness(
 
 def in_flight_by_hand(schedule: str, p: int, m: int) -> list[int]:
     """Return the formulas of the papers for one stage and one replica per rank."""
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "spilled"):
         return [m] * p
     if schedule == "zero-bubble":  # ZB-H1: no more than the first stage of 1F1B
         return [min(p, m)] * p

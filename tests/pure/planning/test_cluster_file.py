@@ -31,10 +31,9 @@ def test_a_file_is_read(tmp_path):
 def test_the_documented_files_are_read(tmp_path):
     page = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
     first, second = re.findall(r"^```toml$(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    # the page gives the default of memory_speed, too
-    assert cluster_from(tmp_path, first) == cluster_from(
-        tmp_path, CLUSTER_FILE.replace(SPEED, f"{SPEED}\nmemory_speed = 1.0")
-    )
+    more = f'{SPEED}\nmemory_speed = 1.0\nhost_bandwidth = "25GB/s"'  # the page has two more keys
+    assert cluster_from(tmp_path, first) == cluster_from(tmp_path, CLUSTER_FILE.replace(SPEED, more))
+    assert cluster_from(tmp_path, first).device(0).host_bandwidth == 25e9
     cluster = cluster_from(tmp_path, second)
     assert cluster.num_ranks == 16
     assert {cluster.device(rank).name for rank in range(16)} == {datasheet("H100-SXM").name}

@@ -15,8 +15,9 @@ from autopipe.ir.cuts import Cuts
 from autopipe.planning import PlanOptions, api, make_plan
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost.peaks import with_peaks
-from autopipe.planning.cost.predict import predict, simulated
+from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
+from autopipe.planning.scores import simulated
 from autopipe.planning.search.problem import Problem
 from autopipe.planning.space import MOST_PAIRS, Space
 from autopipe.schedules import validate

@@ -95,7 +95,7 @@ def test_a_cluster_file_names_a_datasheet():
     profile = counted(only_compute)
     cluster = by_datasheet(parse_cluster({"level": LEVELS, "device": {"datasheet": "H100-SXM"}}, "here"), profile)
     assert cluster.num_ranks == 16
-    assert cluster.device(15) == ClusterDevice("H100-80GB", 80 * 10**9, 1.0, 1.0, "H100-80GB")
+    assert cluster.device(15) == ClusterDevice("H100-80GB", 80 * 10**9, 1.0, 1.0, "H100-80GB", 50e9)
     assert cost_of(with_estimated_times(profile, cluster), 1) == cost_of(on_datasheet(profile, H100, "fp32"), 1)
     less = parse_cluster({"level": LEVELS, "device": {"datasheet": "H100-SXM", "memory": "40GiB"}}, "here")
     assert less.device(0).memory_bytes == 40 * 2**30

@@ -22,6 +22,9 @@ LONG = make("2bw", line(2, 2, 4))
 # ... 1R 1F1:0 1B1:0 1F1:1 ... 1F1:3 1S 1B1:3 1R1 1F2:0
 OVERLAPPED = make("2bw", ScheduleSpec(((0, 1), (2,)), 4, 3))
 
+# 0L 1L 0F0 0F1 0U 2L 1F0 ... with the messages of each microbatch
+SPILLED = make("spilled", ScheduleSpec(((0,), (0,), (0,)), 2, options={"messages_on_host": 1}))
+
 
 def rows(schedule: Schedule, rank: int, change: Callable[[list[Instruction]], None]) -> Schedule:
     row = list(schedule.rows[rank])
@@ -125,6 +128,12 @@ BROKEN = [
     ("channel-order", dropped(LOWERED, 1, "1RF2<0"), "it sends 3 messages but receives 2"),
     ("channel-order", dropped(LOWERED, 0, "0SF2>1"), "it sends 2 messages but receives 3"),
     ("step-after-backward", dropped(FLUSH, 0, "0B2@0"), "comes before 1 backwards of its minibatch"),
+    ("resident", dropped(SPILLED, 0, "1L"), "stage 1 is not on the device"),
+    ("resident", doubled(SPILLED, 0, "1L"), "stage 1 is on the device already"),
+    ("resident", dropped(SPILLED, 0, "2O"), "the optimizer state of stage 2 is not on the device"),
+    ("two-slabs", moved(SPILLED, 0, "2L", "0U"), "there is room for 2"),
+    ("messages-there", dropped(SPILLED, 0, "1L1"), "the messages of this microbatch are not on the device"),
+    ("messages-there", doubled(SPILLED, 0, "1U1"), "the messages of this microbatch are on the host already"),
     ("no-deadlock", stuck(), "deadlock: 2 of 2 ranks are blocked: rank 0 at 0RB0<1, rank 1 at 1RF1<0"),
 ]
 

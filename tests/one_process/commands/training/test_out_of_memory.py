@@ -27,6 +27,7 @@ CPU = (
 class Stage:
     peak_bytes: int
     ranks: tuple[int, ...]
+    spilled: bool = False
 
 
 PLAN: Any = SimpleNamespace(stages=(Stage(3 * GIB, (0, 1)), Stage(GIB, (1,))))

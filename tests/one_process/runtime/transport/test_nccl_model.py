@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from support.layouts import cases
 from support.nccl.machine import Deadlock, OrderMismatch, execute
 from support.nccl.recorder import CUDA, Recorder, Run, in_place, recorded
@@ -81,6 +81,7 @@ def test_training_over_nccl_ends(name):
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_and_layout_ends(drawn):
     kind, request, edges_of_stages = drawn
+    assume(not kind.spills)  # one rank sends nothing
     recorders = recorded(Run(kind.name, request, edges_of_stages))
     execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
     for recorder in recorders:

@@ -1,0 +1,61 @@
+"""The simulator as the score of a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.ir.profile import Profile
+from autopipe.planning.api import candidate_counts
+from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, predict
+from autopipe.planning.options import PlanOptions
+from autopipe.planning.refusals import microbatch_count
+from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
+
+# pairs of a rank and a microbatch that take about a quarter of a second to simulate
+MOST_SIMULATED = 4096
+
+
+def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
+    """Return the simulator as the score of a search. The larger the plans are, the fewer it simulates.
+
+    If they are too large to simulate, the score is the closed-form estimate for all of them: the two kinds of
+    prediction are never compared with each other.
+    """
+    stages = len(Cuts(profile.graph).legal) + 1
+    largest = max(1, *(_largest(profile, options, stages) for options in choices))
+    if largest > MOST_SIMULATED_ONCE:
+        return RankedScore(lambda plan: plan.predicted, 1)
+    return RankedScore(simulated(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
+
+
+def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
+    try:
+        fixed = microbatch_count(options)
+        count = fixed or max(candidate_counts(profile, options), default=1)
+        # if ranks may stay unused, no stage has more ranks than microbatches
+        most = min(options.num_ranks, count * most_stages) if options.may_replicate else options.num_ranks
+        return count * most
+    except PlanError:
+        return 0  # the search will raise it
+
+
+def simulated(profile: Profile, cluster: Cluster) -> Score:
+    """Return the simulator as a score. A plan that its schedule cannot run takes infinitely long.
+
+    A plan that is too large to simulate keeps the closed-form estimate.
+    """
+
+    def score(plan: Plan) -> Prediction:
+        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED_ONCE:
+            return plan.predicted
+        try:
+            return predict(plan, profile, cluster)
+        except ScheduleError:
+            return Prediction(math.inf, 0.0, 0.0, plan.predicted.bottleneck_seconds)
+
+    return score
