@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopipe.ir.artifact import digest
+from autopipe.ir.artifact import OMIT_DEFAULT, digest
+from autopipe.ir.axes import Axis
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
@@ -139,6 +140,8 @@ class Graph:
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
+    # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out
+    axes: tuple[Axis, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}

@@ -1,0 +1,90 @@
+"""The axes that a team shards: a set of ``Axis`` without conflicts that covers most of the parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from autopipe.ir.axes import Axis
+from autopipe.ir.graph import Graph
+
+_EXACT = 12  # so many axes that exclude each other are chosen by trying all sets
+
+
+def num_bytes(graph: Graph, parameters: Iterable[str]) -> int:
+    """Return the bytes of some of the graph's parameters."""
+    return sum(graph.parameters[name].num_bytes({}) for name in parameters)
+
+
+def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:
+    """Return the axes that a team shards: a set without conflicts that covers most bytes of the parameters.
+
+    Among sets of equal bytes, the one with fewer sums over the team is chosen. ``team``: number of members. A parameter
+    whose gradient would be summed for some of its uses only is a conflict, too: its axis is left out.
+    """
+    candidates = [axis for axis in axes if axis.size % team == 0 and axis.size >= team > 1]
+    while True:
+        chosen = [axis for group in _groups(candidates) for axis in _best(graph, group)]
+        mixed = _mixed(graph, chosen)
+        if not mixed:
+            names = {axis.name for axis in chosen}
+            return tuple(axis for axis in axes if axis.name in names)
+        candidates = [axis for axis in candidates if axis.name not in mixed]
+
+
+def _mixed(graph: Graph, chosen: Sequence[Axis]) -> set[str]:
+    """Return the axes with a ``partial`` parameter that is also read by a node outside of the chosen axes."""
+    taking_part = {name for axis in chosen for name in axis.nodes}
+    outside = {name for node in graph.nodes if node.name not in taking_part for name in node.parameters}
+    return {axis.name for axis in chosen if outside & {*axis.partial}}
+
+
+def _groups(axes: Sequence[Axis]) -> list[list[Axis]]:
+    """Return the axes in groups: two that exclude each other are in one group."""
+    users: dict[str, list[int]] = {}
+    for index, axis in enumerate(axes):
+        for name in (*axis.nodes, *(place.name for place in (*axis.parameters, *axis.state))):
+            users.setdefault(name, []).append(index)
+    group = [*range(len(axes))]
+
+    def root(index: int) -> int:
+        while group[index] != index:
+            index = group[index]
+        return index
+
+    for indices in users.values():
+        for index in indices[1:]:
+            group[root(index)] = root(indices[0])
+    groups: dict[int, list[Axis]] = {}
+    for index, axis in enumerate(axes):
+        groups.setdefault(root(index), []).append(axis)
+    return list(groups.values())
+
+
+def _best(graph: Graph, group: Sequence[Axis]) -> list[Axis]:
+    """Return the best set of a group: the exact one of a small group, else the largest axes first."""
+
+    def worth(axis: Axis) -> tuple[int, int]:
+        return num_bytes(graph, (place.name for place in axis.parameters)), -axis.num_collectives
+
+    ranked = sorted(group, key=worth, reverse=True)
+    worths = [worth(axis) for axis in ranked]
+    excluded = [
+        {j for j, other in enumerate(ranked) if j != i and axis.excludes(other)} for i, axis in enumerate(ranked)
+    ]
+    greedy: list[int] = []
+    for index in range(len(ranked)):
+        if not excluded[index] & {*greedy}:
+            greedy.append(index)
+    best = greedy
+    if 1 < len(ranked) <= _EXACT:
+        for count in range(1, len(ranked) + 1):
+            for some in itertools.combinations(range(len(ranked)), count):
+                if any(excluded[index] & {*some} for index in some):
+                    continue
+                best = max(
+                    best,
+                    [*some],
+                    key=lambda indices: [sum(part) for part in zip(*(worths[i] for i in indices), strict=True)],
+                )
+    return [ranked[index] for index in best]
