@@ -90,13 +90,13 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A constant integer in the arguments of a call that a member divides by ``t``."""
+    """An integer in the arguments of a call that a member divides by ``t``."""
 
     node: str
     # of the call as recorded: an index of the positional arguments, or a keyword; then indices inside of tuples.
     # ("size", 2) is element 2 of keyword ``size``; a slice has the indices 0 (start), 1 (stop)
     path: tuple[int | str, ...]
-    whole: int  # its value in the complete model
+    whole: int  # its value in the complete model; 0: it is computed from sizes of the batch, and divided as it is then
 
 
 @dataclass(frozen=True, slots=True)

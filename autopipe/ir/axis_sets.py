@@ -9,6 +9,7 @@ from autopipe.ir.axes import Axis
 from autopipe.ir.graph import Graph
 
 _EXACT = 12  # so many axes that exclude each other are chosen by trying all sets
+_LEAST = 0.005  # of the model's bytes: a smaller axis costs more in sums over the team than it saves
 
 
 def num_bytes(graph: Graph, parameters: Iterable[str]) -> int:
@@ -19,10 +20,17 @@ def num_bytes(graph: Graph, parameters: Iterable[str]) -> int:
 def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:
     """Return the axes that a team shards: a set without conflicts that covers most bytes of the parameters.
 
-    Among sets of equal bytes, the one with fewer sums over the team is chosen. ``team``: number of members. A parameter
-    whose gradient would be summed for some of its uses only is a conflict, too: its axis is left out.
+    Among sets of equal bytes, the one with fewer sums over the team is chosen. Axes of few bytes are left out, and so
+    is an axis with a parameter whose gradient would be summed for some of its uses only. ``team``: number of members.
     """
-    candidates = [axis for axis in axes if axis.size % team == 0 and axis.size >= team > 1]
+    least = _LEAST * num_bytes(graph, graph.parameters)
+    candidates = [
+        axis
+        for axis in axes
+        if axis.size % team == 0
+        and axis.size >= team > 1
+        and num_bytes(graph, (place.name for place in axis.parameters)) >= least
+    ]
     while True:
         chosen = [axis for group in _groups(candidates) for axis in _best(graph, group)]
         mixed = _mixed(graph, chosen)

@@ -1,0 +1,209 @@
+"""Run a graph as a team of members would, in one process: all of them node by node, with their parts added in order.
+
+It reads an ``Axis`` and nothing else, so it is independent of the code that is generated for a team. It verifies axes,
+and it is what a team is compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from autopipe import draws
+from autopipe.ir.axes import Axis, Place, Rewrite
+from autopipe.ir.graph import Graph
+from autopipe.trace.axes.combined import COMBINED, cut, entered
+from autopipe.trace.axes.drawn import drawn
+from autopipe.trace.axes.find import attribute
+from autopipe.trace.graph.replay import context_of
+
+Each = list[Any]  # one value for each member
+
+
+@dataclass(frozen=True)
+class TeamOutcome:
+    """A forward and backward pass of a team."""
+
+    outputs: tuple[list[Tensor], ...]  # for each output of the graph: of each member
+    gradients: dict[str, list[Tensor | None]]  # for each parameter: of each member, of its part
+
+
+class Members:
+    """A team of ``team`` members that shard ``axes``, which must be a set without conflicts (``ir.axis_sets``)."""
+
+    def __init__(self, graph: Graph, module: fx.GraphModule, axes: Sequence[Axis], team: int) -> None:
+        self._graph = graph
+        self._module = module
+        self._team = team
+        self._cuts = {p.name: (axis, p) for axis in axes for p in (*axis.parameters, *axis.state)}
+        self._carried = {place.name: (axis, place) for axis in axes for place in axis.values}
+        self._rewrites: dict[str, list[Rewrite]] = {}
+        for rewrite in (rewrite for axis in axes for rewrite in axis.rewrites):
+            self._rewrites.setdefault(rewrite.node, []).append(rewrite)
+        self._entries = {
+            (entry.value, node): (axis.name, entry.value)
+            for axis in axes
+            for entry in axis.entries
+            for node in entry.readers
+        }
+        self._sums = {entry.node: (axis, entry.how) for axis in axes for entry in axis.sums}
+        self._draws = {node: axis for axis in axes for node in axis.draws}
+        self._names: dict[int, str] = {}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            self._names.setdefault(id(tensor), graph.aliases.get(name, name))
+        self._state: dict[str, Each] = {}
+        self._values: dict[str, Each] = {}
+        self._entered: dict[tuple[str, str], Each] = {}
+        self._where = 0, 0, 0
+
+    def run(self, leaves: Mapping[str, Tensor], where: tuple[int, int, int]) -> TeamOutcome:
+        """Run one microbatch. ``where``: (run seed, minibatch, microbatch). The model's state does not change."""
+        self._where, self._values, self._entered, self._state = where, {}, {}, {}
+        outputs: tuple[list[Tensor], ...] = ()
+        for node in self._module.graph.nodes:
+            if node.op == "output":
+                outputs = tuple(self._values[value.name] for value in node.args[0])
+            elif node.op == "placeholder":
+                self._values[node.name] = [leaves[node.name].clone() for _ in range(self._team)]
+            elif node.op == "get_attr":
+                self._values[node.name] = self._tensor(attribute(self._module, node.target), node.target)
+            else:
+                self._values[node.name] = self._called(node)
+        losses = [loss for loss in outputs[0] if loss.requires_grad]
+        if losses:
+            torch.autograd.backward(losses)
+        names = [name for name in self._graph.parameters if name in self._state]
+        return TeamOutcome(outputs, {name: [tensor.grad for tensor in self._state[name]] for name in names})
+
+    def _tensor(self, value: Any, target: str) -> Each:
+        """Return each member's part of a parameter, buffer or constant."""
+        if not isinstance(value, Tensor):
+            return [value] * self._team
+        name = self._names.get(id(value), target)
+        if name not in self._state:
+            axis_place = self._cuts.get(name)
+            parts = []
+            for member in range(self._team):
+                part = value.detach()
+                if axis_place is not None:
+                    part = cut(part, axis_place[1], axis_place[0].size, member, self._team)
+                parts.append(part.clone().requires_grad_(value.requires_grad))
+            self._state[name] = parts
+        return self._state[name]
+
+    # --- one call -----------------------------------------------------------------------------------------------------
+
+    def _called(self, node: fx.Node) -> Each:
+        run = self._function(node)
+        arguments = [self._arguments(node, member) for member in range(self._team)]
+        with context_of(node.meta):
+            if node.name in self._sums:
+                axis, how = self._sums[node.name]
+                operand = self._place_of_classes(node)
+                return COMBINED[how](Combination(node, run, arguments, axis, self._team, operand))
+            if node.name in self._draws:
+                axis = self._draws[node.name]
+                place = self._carried[node.name][1]
+                with self._seeded(node):
+                    return drawn(node, self._module, arguments, place, axis.size, self._team, self._reseeded(node))
+            each: Each = []
+            for args, kwargs in arguments:
+                with self._seeded(node):
+                    each.append(run(len(each), args, kwargs))
+            return each
+
+    def _function(self, node: fx.Node) -> Callable[[int, tuple[Any, ...], dict[str, Any]], Any]:
+        """Return the call of a node for a member."""
+        if node.op == "call_method":
+            return lambda member, args, kwargs: getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_function":
+            function: Any = node.target
+            return lambda member, args, kwargs: function(*args, **kwargs)
+        module = self._module.get_submodule(str(node.target))
+        own = {name: self._tensor(t, f"{node.target}.{name}") for name, t in _state_of(module)}
+
+        def called(member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not own:
+                return module(*args, **kwargs)
+            return functional_call(module, {name: each[member] for name, each in own.items()}, args, kwargs)
+
+        return called
+
+    def _arguments(self, node: fx.Node, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a member's call: entered where they enter, and with its sizes."""
+
+        def value(operand: fx.Node) -> Any:
+            key = self._entries.get((operand.name, node.name))
+            if key is None:
+                return self._values[operand.name][member]
+            if key not in self._entered:
+                self._entered[key] = entered(self._values[operand.name])
+            return self._entered[key][member]
+
+        return self._rewritten(node.name, fx.map_arg(node.args, value), dict(fx.map_arg(node.kwargs, value)))
+
+    def _rewritten(
+        self, node: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for rewrite in self._rewrites.get(node, ()):
+            first, *rest = rewrite.path
+            if isinstance(first, int):
+                args = _replaced(args, [first, *rest], self._team)
+            else:
+                kwargs[first] = _replaced(kwargs[first], rest, self._team)
+        return args, kwargs
+
+    def _place_of_classes(self, node: fx.Node) -> Place | None:
+        """Return where the first operand of a call carries the axis."""
+        first = node.args[0] if node.args else None
+        carried = self._carried.get(first.name) if isinstance(first, fx.Node) else None
+        return carried[1] if carried is not None else None
+
+    def _reseeded(self, node: fx.Node) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return lambda: self._seeded(node)
+
+    @contextlib.contextmanager
+    def _seeded(self, node: fx.Node) -> Any:
+        position, count = node.meta.get("random", (0, 0))
+        with contextlib.ExitStack() as stack:
+            if node.meta.get("opaque"):
+                stack.enter_context(draws.inside(self._where, position))
+            elif count:
+                stack.enter_context(draws.at(self._where, position, count))
+            yield
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A call whose result comes from all members."""
+
+    node: fx.Node
+    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]  # of each member
+    axis: Axis
+    team: int
+    operand: Place | None  # where the first operand carries the axis
+
+
+def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _replaced(value: Any, path: Sequence[int | str], team: int) -> Any:
+    """Return an argument with the number at ``path`` divided by ``team``."""
+    if not path:
+        return value // team
+    at = int(path[0])
+    if isinstance(value, slice):
+        bounds = [value.start, value.stop, value.step]
+        bounds[at] = _replaced(bounds[at], path[1:], team)
+        return slice(*bounds)
+    items = list(value)
+    items[at] = _replaced(items[at], path[1:], team)
+    return type(value)(items) if isinstance(value, (list, tuple)) else items

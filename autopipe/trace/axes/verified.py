@@ -1,0 +1,126 @@
+"""Verify axes on a real batch: a team in one process has the loss and gradients of the complete graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.axes import Axis
+from autopipe.trace.axes.combined import joined
+from autopipe.trace.axes.members import Members, TeamOutcome
+from autopipe.trace.graph.replay import replay
+from autopipe.trace.result import Capture
+
+logger = logging.getLogger(__name__)
+_TOLERANCE = 2e-4  # of the largest gradient of a parameter: sums are added in another order
+_ROUNDING = 1e-6  # of the largest gradient of the model, for gradients that are zero but for rounding
+_TOLERANCE_16_BIT = 3e-2  # of both, if a value has a 16-bit dtype
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The axes that hold, and a note for each that does not."""
+
+    axes: tuple[Axis, ...]
+    notes: tuple[str, ...]
+
+
+def verified(
+    capture: Capture, axes: Sequence[Axis], leaves: Mapping[str, Tensor], team: int, *, seed: int = 0
+) -> Verified:
+    """Return the axes of a set without conflicts that hold on a batch. The model's state does not change.
+
+    Memory: the values and gradients of ``team`` complete models, less what is cut.
+    """
+    if not axes:
+        return Verified((), ())
+    whole = _Whole(capture, leaves, seed)
+    if not whole.difference(axes, team):
+        return Verified(tuple(axes), ())
+    kept, notes = [], []
+    for axis in axes:
+        why = whole.difference([axis], team)
+        if why:
+            notes.append(f"axis {axis.name} is not sharded: {why}")
+        else:
+            kept.append(axis)
+    why = whole.difference(kept, team) if kept else ""
+    if why:
+        return Verified((), (*notes, f"no axis is sharded: together they do not hold: {why}"))
+    return Verified(tuple(kept), tuple(notes))
+
+
+class _Whole:
+    """The loss and gradients of the complete graph on one batch."""
+
+    def __init__(self, capture: Capture, leaves: Mapping[str, Tensor], seed: int) -> None:
+        self._capture, self._leaves, self._where = capture, leaves, (seed, 0, 0)
+        parameters = dict(capture.module.named_parameters())
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        buffers = [(buffer, buffer.detach().clone()) for buffer in capture.module.buffers()]
+        for parameter in parameters.values():
+            parameter.grad = None
+        self._outputs = replay(capture.module, {name: leaf.clone() for name, leaf in leaves.items()}, self._where)
+        if self._outputs[0].requires_grad:
+            self._outputs[0].backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        aliases = capture.graph.aliases
+        self._gradients = {aliases.get(name, name): parameter.grad for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        specs = [node.spec for node in capture.graph.nodes if node.spec is not None]
+        narrow = any(spec.dtype in ("bfloat16", "float16") for spec in specs)
+        self._tolerances = (_TOLERANCE_16_BIT,) * 2 if narrow else (_TOLERANCE, _ROUNDING)
+        self._largest = max((float(g.abs().max()) for g in self._gradients.values() if g is not None), default=0.0)
+
+    def difference(self, axes: Sequence[Axis], team: int) -> str:
+        """Return how a team with these axes differs, or "" if it does not."""
+        try:
+            outcome = Members(self._capture.graph, self._capture.module, axes, team).run(self._leaves, self._where)
+        except Exception as error:  # whatever a call does with sizes that it does not expect
+            logger.info("a team with axes %s fails", [axis.name for axis in axes], exc_info=True)
+            return f"a member fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return self._compared(axes, outcome)
+
+    def _compared(self, axes: Sequence[Axis], outcome: TeamOutcome) -> str:
+        for whole, each in zip(self._outputs, outcome.outputs, strict=True):
+            for value in each:
+                if not torch.equal(value, each[0]):
+                    return "its members compute different losses"
+            if not self._close(whole, each[0], float(whole.detach().abs().max())):
+                return f"the loss is {float(each[0].detach()):.9g} instead of {float(whole.detach()):.9g}"
+        places = {place.name: (axis, place) for axis in axes for place in axis.parameters}
+        partial = {name for axis in axes for name in axis.partial}
+        for name, gradients in outcome.gradients.items():
+            why = self._gradient(name, gradients, places.get(name), name in partial)
+            if why:
+                return f"the gradient of {name} {why}"
+        return ""
+
+    def _gradient(self, name: str, each: Sequence[Tensor | None], cut: object, partial: bool) -> str:
+        whole = self._gradients.get(name)
+        parts = [part for part in each if part is not None]
+        if whole is None or len(parts) < len(each):
+            return "" if whole is None and not parts else "is missing"
+        if isinstance(cut, tuple):
+            total = joined(parts, cut[1], cut[0].size)
+        elif partial:
+            total = torch.stack(parts).sum(0)
+        elif not all(torch.equal(part, parts[0]) for part in parts):
+            return "differs between members"
+        else:
+            total = parts[0]
+        if not self._close(whole, total, float(whole.abs().max())):
+            return f"differs by {float((whole - total).abs().max()):.2g}, the largest is {float(whole.abs().max()):.2g}"
+        return ""
+
+    def _close(self, wanted: Tensor, actual: Tensor, scale: float) -> bool:
+        relative, rounding = self._tolerances
+        difference = float((wanted - actual).detach().abs().max()) if wanted.numel() else 0.0
+        return difference <= relative * scale + rounding * self._largest  # False for NaN

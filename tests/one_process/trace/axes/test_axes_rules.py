@@ -1,0 +1,199 @@
+"""Which parameters of small models can be sharded, and which cannot. What is found holds on numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.models.axes import (
+    Attention,
+    Body,
+    Double,
+    Grouped,
+    GroupedSplit,
+    Merged,
+    Normed,
+    Plain,
+    Vocabulary,
+    Wide,
+    workload,
+)
+from torch import nn
+
+from autopipe.ir.axes import LOG_SOFTMAX, LOOKED_UP, PICKED
+from autopipe.ir.axis_sets import choose
+from autopipe.trace import capture
+from autopipe.trace.axes import find_axes
+from autopipe.trace.axes.verified import verified
+
+
+def sharded(model, team=2):
+    """Return the chosen axes of a model, verified; and why its other parameters are whole."""
+    toy = workload(model)
+    captured = capture(toy, verify=False, lengths=False)
+    model_axes = find_axes(captured)
+    chosen = choose(captured.graph, model_axes.axes, team)
+    leaves = toy.leaves(toy.example_item(3))
+    assert verified(captured, chosen, leaves, team).notes == ()
+    return chosen, model_axes.whole
+
+
+def parameters(axes):
+    return {place.name for axis in axes for place in axis.parameters}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: Attention(0.3),
+        Grouped,
+        lambda: GroupedSplit(0.3),
+        lambda: Plain(0.3),
+        Merged,
+        Wide,
+        lambda: Wide(gated=True),
+        lambda: Wide(nn.Dropout(0.4)),
+        lambda: Wide(lambda x: x.mul_(2.0)),
+        lambda: Wide(lambda x: x * x.new_full((12,), 0.5)),
+    ],
+)
+def test_both_sides_of_a_block_are_sharded(inner):
+    axes, _ = sharded(lambda: Body(inner()))
+    names = {name for name, _ in Body(inner()).inner.named_parameters()} - {"out.bias"}
+    assert parameters(axes) == {f"inner.{name}" for name in names}
+
+
+def test_a_fused_projection_of_grouped_heads_has_three_segments():
+    (axis,), _ = sharded(lambda: Body(Grouped()))
+    place = next(place for place in axis.parameters if place.name == "inner.qkv.weight")
+    assert [(segment.length, segment.inner) for segment in place.segments] == [(32, 16), (8, 4), (8, 4)]
+    assert axis.size == 2
+
+
+def test_more_members_than_heads_of_keys_share_out_the_groups_of_the_queries():
+    class Separate(GroupedSplit):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv = nn.Linear(16, 32), nn.Linear(16, 16)
+            del self.qkv
+
+        def heads(self, x):
+            q, kv = self.q(x).unflatten(-1, (8, 4)).transpose(1, 2), self.kv(x).unflatten(-1, (2, 2, 4))
+            k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+            return q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+
+    axes, _ = sharded(lambda: Body(Separate()), team=4)
+    assert parameters(axes) == {"inner.q.weight", "inner.q.bias", "inner.out.weight"}
+    assert [axis.size for axis in axes] == [4]
+    axes, _ = sharded(lambda: Body(Separate()), team=2)
+    assert parameters(axes) >= {"inner.q.weight", "inner.kv.weight", "inner.out.weight"}
+
+
+def test_whole_parameters_that_are_read_with_sharded_values_are_partial():
+    (axis,), _ = sharded(lambda: Body(Normed()))
+    assert {*axis.partial} == {"inner.q_norm.weight", "inner.q_norm.bias", "inner.k_norm.weight"}
+
+
+def test_a_buffer_that_carries_heads_is_cut_with_them():
+    (axis,), _ = sharded(lambda: Body(Plain()))
+    assert [place.name for place in axis.state] == ["inner.slopes"]
+
+
+def test_a_tied_vocabulary_is_one_axis_of_both_uses():
+    (axis,), _ = sharded(Vocabulary)
+    assert parameters([axis]) == {"table.weight", "head.bias"}
+    assert [entry.how for entry in axis.sums] == [LOOKED_UP, LOG_SOFTMAX, PICKED]
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda x: Double.apply(x), "read by"),  # an unknown call
+        (lambda x: x.cumsum_(-1), "read by cumsum_"),  # in place, and not elementwise
+        (lambda x: x.index_fill_(-1, torch.tensor([1]), 0.0), "read by"),
+        (lambda x: x.softmax(-1), "softmax over it"),
+        (lambda x: x.flip(-1), "read by flip"),
+        (lambda x: x.unflatten(-1, (3, 4)).mean(-1).repeat_interleave(4, -1).mul(x.unflatten(-1, (4, 3)).sum(-1)
+            .repeat_interleave(3, -1)), ""),
+        (lambda x: x.view(*x.shape[:-1], 3, 4).add(x.view(*x.shape[:-1], 4, 3).transpose(-1, -2)).flatten(-2), ""),
+        (lambda x: x * torch.linspace(0, 1, 12), "made by linspace"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_stays_whole(between, why):
+    axes, whole = sharded(lambda: Body(Wide(between)))
+    assert "inner.up.weight" not in parameters(axes)
+    assert why in whole["inner.up.weight"]
+
+
+def test_an_assignment_to_a_part_stays_whole():
+    def assigned(x):
+        y = x.clone()
+        y[..., 2] = 0.0
+        return y
+
+    _, whole = sharded(lambda: Body(Wide(assigned)))
+    assert "setitem" in whole["inner.up.weight"]
+
+
+def test_a_size_that_the_team_does_not_divide_stays_whole():
+    axes, _ = sharded(lambda: Body(Wide(hidden=9)))
+    assert axes == ()
+    axes, _ = sharded(lambda: Body(Wide(hidden=9)), team=3)
+    assert [axis.size for axis in axes] == [9, 9]  # the classes, too
+
+
+def test_a_model_without_two_layers_in_sequence_has_nothing_to_shard():
+    axes, whole = sharded(lambda: Body(nn.Identity()))
+    assert axes == ()
+    assert "head.weight" not in whole  # 9 classes are an axis for other teams
+
+
+def wrong(axis, change):
+    """Return an axis with one error."""
+    return dataclasses.replace(axis, **change(axis))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda axis: {"entries": ()},
+        lambda axis: {"rewrites": ()},
+        lambda axis: {"sums": ()},
+        lambda axis: {"partial": ()},
+        lambda axis: {"parameters": axis.parameters[1:]},
+        lambda axis: {"draws": ()},
+    ],
+)
+def test_an_axis_that_does_not_hold_is_dropped_with_a_note(change):
+    class Inner(Normed):
+        def attend(self, q, k, v):
+            return Plain.attend(self, q, k, v)
+
+    def model():
+        inner = Inner()
+        inner.dropout = 0.3
+        inner.register_buffer("slopes", torch.ones(4))
+        return Body(nn.Sequential(inner, Wide()))
+
+    toy = workload(model)
+    captured = capture(toy, verify=False, lengths=False)
+    right = choose(captured.graph, find_axes(captured).axes, 2)
+    assert [axis.name for axis in right] == ["inner.0/4", "inner.1/12"]
+    outcome = verified(captured, [wrong(right[0], change), right[1]], toy.leaves(toy.example_item(3)), 2)
+    assert outcome.axes == (right[1],)
+    assert len(outcome.notes) == 1
+    assert outcome.notes[0].startswith("axis inner.0/4 is not sharded: ")
+
+
+def test_verification_leaves_the_model_as_it_was():
+    toy = workload(lambda: Body(Plain(0.2)))
+    captured = capture(toy, verify=False, lengths=False)
+    tensors = [*captured.module.parameters(), *captured.module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    leaves = toy.leaves(toy.example_item(3))
+    batch = {name: leaf.clone() for name, leaf in leaves.items()}
+    state = torch.get_rng_state()
+    assert verified(captured, choose(captured.graph, find_axes(captured).axes, 2), leaves, 2).axes
+    assert all(map(torch.equal, before, tensors))
+    assert all(tensor.grad is None for tensor in tensors)
+    assert all(torch.equal(batch[name], leaf) for name, leaf in leaves.items())
+    assert state.shape == torch.get_rng_state().shape

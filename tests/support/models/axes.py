@@ -1,0 +1,170 @@
+"""Small models for the axes: each has one construction, and a loss over 8 classes."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from support.models.trace import Toy
+
+WIDTH = 16
+
+
+def workload(model, **batch):
+    """Return a workload of a model whose forward takes ``x`` [n, 6, WIDTH] and ``labels`` [n, 6] and returns a loss."""
+
+    def of(n, generator):
+        x = torch.randn(n, 6, WIDTH, generator=generator)
+        return {"x": x, "labels": torch.randint(0, 8, (n, 6), generator=generator), **batch}
+
+    return Toy(model, of)
+
+
+class Body(nn.Module):
+    """A residual block around ``inner``, a norm and a loss. Only the parameters of ``inner`` can be sharded."""
+
+    def __init__(self, inner, classes=9):
+        super().__init__()
+        self.first = nn.LayerNorm(WIDTH)
+        self.inner = inner
+        self.last = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x, labels):
+        x = self.last(x + self.inner(self.first(x)))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Attention(nn.Module):
+    """Attention with 4 heads; subclasses change how the heads are made."""
+
+    HEADS, KV = 4, 4
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.size, self.dropout = WIDTH // 4, dropout
+        self.qkv = nn.Linear(WIDTH, (self.HEADS + 2 * self.KV) * self.size)
+        self.out = nn.Linear(self.HEADS * self.size, WIDTH)
+
+    def heads(self, x):
+        b, length, _ = x.shape
+        return self.qkv(x).view(b, length, 3, self.HEADS, self.size).permute(2, 0, 3, 1, 4)
+
+    def attend(self, q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+
+    def forward(self, x):
+        y = self.attend(*self.heads(x))
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+
+
+class Grouped(Attention):
+    """Grouped heads, cut from one projection by slices."""
+
+    HEADS, KV = 8, 2
+
+    def heads(self, x):
+        b, length, _ = x.shape
+        y = self.qkv(x)
+        q, k = self.HEADS * self.size, (self.HEADS + self.KV) * self.size
+        parts = (y[..., :q], y[..., q:k], y[..., k:])
+        return [part.view(b, length, -1, self.size).transpose(1, 2) for part in parts]
+
+    def attend(self, q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class GroupedSplit(Grouped):
+    """The same with ``split`` and ``repeat_interleave``."""
+
+    def heads(self, x):
+        b, length, _ = x.shape
+        sizes = [self.HEADS * self.size, self.KV * self.size, self.KV * self.size]
+        parts = self.qkv(x).split(sizes, dim=-1)
+        q, k, v = (part.view(b, length, -1, self.size).transpose(1, 2) for part in parts)
+        groups = self.HEADS // self.KV
+        return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    def attend(self, q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+
+
+class Normed(Attention):
+    """Queries and keys are normalized in each head: their weights are whole, and read with sharded values."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.LayerNorm(self.size), nn.RMSNorm(self.size)
+
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Plain(Attention):
+    """Attention by products, with slopes of each head in a buffer (ALiBi), and dropout of the weights."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.register_buffer("slopes", 0.5 ** torch.arange(1.0, self.HEADS + 1))
+
+    def attend(self, q, k, v):
+        places = torch.arange(q.shape[2])
+        bias = self.slopes[:, None, None] * -(places[:, None] - places[None, :]).abs()
+        scores = torch.softmax(q @ k.transpose(-2, -1) * 0.5 + bias, -1)
+        return functional.dropout(scores, self.dropout, self.training) @ v
+
+
+class Merged(Attention):
+    """Batch and heads in one dimension, products by ``bmm``, and one by ``einsum``."""
+
+    def attend(self, q, k, v):
+        b, heads, length, size = q.shape
+        q, k = q.reshape(b * heads, length, size), k.reshape(b * heads, length, size)
+        scores = torch.bmm(q, k.transpose(1, 2)).softmax(-1).view(b, heads, length, length)
+        return torch.einsum("bhlm,bhmd->bhld", scores, v)
+
+
+class Wide(nn.Module):
+    """Two layers, with ``between`` applied to the values between them."""
+
+    def __init__(self, between=torch.relu, hidden=12, gated=False):
+        super().__init__()
+        self.between, self.gated = between, gated
+        self.up = nn.Linear(WIDTH, hidden * (1 + gated))
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x):
+        y = self.up(x)
+        if self.gated:
+            half = y.shape[-1] // 2
+            y = functional.silu(y[..., :half]) * y[..., half:]
+        return self.down(self.between(y))
+
+
+class Double(torch.autograd.Function):
+    """A function with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Vocabulary(nn.Module):
+    """A tied table of 8 words with a padding row, and the loss as ``log_softmax`` and ``nll_loss``."""
+
+    def __init__(self, padding=3, words=8):
+        super().__init__()
+        self.table = nn.Embedding(words, WIDTH, padding_idx=padding)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, words)
+        self.head.weight = self.table.weight
+
+    def forward(self, x, labels):
+        y = self.norm(x + self.table(labels))
+        scores = functional.log_softmax(self.head(y).flatten(0, 1), -1)
+        targets = torch.where(labels == 0, -100, labels).flatten()
+        return functional.nll_loss(scores, targets)
