@@ -33,7 +33,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
 
     Costs are sums over the nodes. ``workspace_bytes``, which a node frees again, is the maximum over the nodes.
     """
-    from autopipe.report import rates
+    from autopipe.report import rates, sharding
 
     profile = result.profile
     return {
@@ -66,6 +66,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
             "seconds_per_byte": profile.optimizer_seconds_per_byte,
             "bytes_per_byte": profile.optimizer_bytes_per_byte,
         },
+        "tensor_parallelism": sharding.document(profile.graph),
         "notes": result.notes,
         "warnings": result.warnings,
     }

@@ -24,6 +24,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
+from autopipe.trace.axes import find_axes
 from autopipe.workload.cutting.hook import Minibatch
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
@@ -157,8 +158,12 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
             threads=settings.threads or 1,
             progress=work.progress,
         )
+    model_axes = find_axes(model.capture)
+    graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
     # so that a plan can be made later without the model file
-    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    profile = dataclasses.replace(
+        profile, graph=graph, batch_size=model.workload.num_samples(model.workload.example_item(None))
+    )
     artifact.save(profile, work.store.profile)
     return profile
 

@@ -106,7 +106,12 @@ def load_model(
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # the stored ranges of sizes and exactness were tested on real batches
         known = dataclasses.replace(
-            captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
+            captured.graph,
+            symbols=stored.graph.symbols,
+            exact=stored.graph.exact,
+            homes=stored.graph.homes,
+            axes=stored.graph.axes,
+            whole=stored.graph.whole,
         )
         captured = dataclasses.replace(captured, graph=known)
         if stored.device.kind == kind:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from autopipe.ir.axes import Axis
 from autopipe.ir.graph import Graph
@@ -15,6 +17,36 @@ _LEAST = 0.005  # of the model's bytes: a smaller axis costs more in sums over t
 def num_bytes(graph: Graph, parameters: Iterable[str]) -> int:
     """Return the bytes of some of the graph's parameters."""
     return sum(graph.parameters[name].num_bytes({}) for name in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a team shards of a model."""
+
+    team: int
+    axes: tuple[Axis, ...]  # that were chosen
+    share: float  # of the bytes of the parameters that are sharded, 0 .. 1
+    whole: dict[str, float]  # why parameters are whole -> the share of their bytes, the largest first
+
+
+def coverage(graph: Graph, team: int) -> Coverage:
+    """Return what a team of ``team`` members shards of a graph whose axes were found."""
+    axes = choose(graph, graph.axes, team)
+    total = max(num_bytes(graph, graph.parameters), 1)
+    names = {place.name for axis in axes for place in axis.parameters}
+    reasons, whole = dict(graph.whole), Counter[str]()
+    for name in graph.parameters:
+        if name not in names:
+            whole[reasons.get(name) or _why_not_chosen(graph, name, team)] += num_bytes(graph, [name])
+    shares = {why: count / total for why, count in whole.most_common()}
+    return Coverage(team, axes, num_bytes(graph, names) / total, shares)
+
+
+def _why_not_chosen(graph: Graph, name: str, team: int) -> str:
+    sizes = {axis.size for axis in graph.axes if any(place.name == name for place in axis.parameters)}
+    if not any(size % team == 0 for size in sizes):
+        return f"a size of {', '.join(str(size) for size in sorted(sizes))}, which {team} does not divide"
+    return "few bytes, or another axis of the same calls"
 
 
 def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:

@@ -142,6 +142,9 @@ class Graph:
     homes: dict[str, str] = field(default_factory=dict)
     # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out
     axes: tuple[Axis, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    whole: tuple[tuple[str, str], ...] = field(
+        default=(), metadata=OMIT_DEFAULT
+    )  # a parameter without an axis, and why
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}

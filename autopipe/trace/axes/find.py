@@ -6,6 +6,7 @@ opportunity. What is found is verified on numbers before a team uses it (``verif
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
 _RULES = (attention, elementwise, lookups, products, reductions, shapes)  # importing them registers their rules
 _OWN = ("torch.", "operator.", "_operator.", "builtins.", "math.")
 _GROUPED = ("grouped_mm", "grouped_mm_fallback")  # operators of other libraries that have the rule of torch's
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,7 +76,9 @@ class Reader:
             dims = rule(call)
             self._check(node, dims)
             self._values[node.name] = dims
-        except NoRuleError as why:
+        except Exception as why:  # whatever a rule did not expect only loses an opportunity
+            if not isinstance(why, NoRuleError):
+                logger.info("the rule of %s fails for %s", name, node.name, exc_info=True)
             reason = f"read by {name}" + ("" if rule is None else f": {why}")
             operands = [self._dims(value) for value in node.all_input_nodes]
             if module is not None:
