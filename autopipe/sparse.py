@@ -26,7 +26,7 @@ _LAYOUTS: dict[str, Any] = {str(layout).removeprefix("torch."): layout for layou
 
 def is_sparse(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a sparse layout."""
-    return str(tensor.layout).removeprefix("torch.") in _LAYOUTS
+    return tensor.layout is not torch.strided and str(tensor.layout).removeprefix("torch.") in _LAYOUTS
 
 
 def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

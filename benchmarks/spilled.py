@@ -3,16 +3,19 @@
 Trains ``sample_models/gpt.py`` three times with the same microbatches: spilled, with the weights, gradients and
 optimizer state eight times as large as the memory; without a limit; and, on a GPU, with FSDP2 and
 ``CPUOffloadPolicy``, whose optimizer steps on the host. On a CPU, the limit is a budget that the runtime enforces.
-Writes benchmarks/results/spilled.md.
+The predictions use the overhead that ``autopipe doctor --links`` measures first. Writes benchmarks/results/spilled.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,16 +42,17 @@ def parsed() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--blocks", type=int, default=0, help="default: 24, on a GPU 40")
-    parser.add_argument("--width", type=int, default=0, help="default: 256, on a GPU 2560")
+    parser.add_argument("--blocks", type=int, default=0, help="default: 16, on a GPU 40")
+    parser.add_argument("--width", type=int, default=0, help="default: 512, on a GPU 2560")
     parser.add_argument("--memory", default="", help="of the device; default: an eighth of the state, on a GPU 8GiB")
     parser.add_argument("--batch-size", type=int, default=0, help="default: 8, on a GPU 64")
+    parser.add_argument("--threads", type=int, default=1, help="that compute; on a CPU, two others copy")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--fsdp", action="store_true", help="only this: train with FSDP2 and print its rate")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    options.blocks = options.blocks or (40 if on_gpu else 24)
-    options.width = options.width or (2560 if on_gpu else 256)
+    options.blocks = options.blocks or (40 if on_gpu else 16)
+    options.width = options.width or (2560 if on_gpu else 512)
     options.batch_size = options.batch_size or (64 if on_gpu else 8)
     return options
 
@@ -102,8 +106,31 @@ def pipeline(options: argparse.Namespace, folder: Path, **changes: Any) -> autop
         arg={"blocks": options.blocks, "width": options.width},
         batch_size=options.batch_size,
         gpus=1,
+        threads_per_rank=options.threads,
         **changes,
     )
+
+
+def measured_rate(trained: autopipe.Pipeline, options: argparse.Namespace, run_dir: Path) -> tuple[float, Any]:
+    """Train, and return the samples per second of the median step after the first ones, and the result."""
+    ends: list[float] = []
+
+    def note(kind: str, fields: Any) -> None:
+        if kind == "step":
+            ends.append(fields["seconds"])
+
+    result = trained.train(steps=WARM_UP + options.steps, check=False, run_dir=run_dir, on_event=note)
+    steps = [after - before for before, after in itertools.pairwise(ends[WARM_UP - 1 :])]
+    return options.batch_size / statistics.median(steps), result
+
+
+def calibrate(folder: Path) -> None:
+    """Measure what the runtime adds to the operations, and the bandwidth between device and host."""
+    work_dir = folder / "spilled"
+    command = [str(Path(sys.executable).with_name("autopipe")), "doctor", "--links", "--work-dir", str(work_dir)]
+    subprocess.run(command, check=True, capture_output=True)
+    (folder / "free").mkdir()
+    shutil.copy(work_dir / "links.json", folder / "free")
 
 
 def main() -> None:
@@ -117,12 +144,13 @@ def main() -> None:
     memory = options.memory or ("8GiB" if options.device == "cuda" else f"{state // TIMES_LARGER}B")
     with tempfile.TemporaryDirectory(prefix="autopipe-bench-") as scratch:
         folder = Path(scratch)
+        calibrate(folder)
         spilled = pipeline(options, folder / "spilled", schedule="spilled", gpu_memory=memory)
         plan = spilled.plan()
-        result = spilled.train(steps=WARM_UP + options.steps, check=False, run_dir=folder / "run-spilled")
+        rate, result = measured_rate(spilled, options, folder / "run-spilled")
         microbatch = plan.plan.microbatch_size
         free = pipeline(options, folder / "free", schedule="1f1b", microbatch_size=microbatch, gpu_memory="1TiB")
-        whole = free.train(steps=WARM_UP + options.steps, check=False, run_dir=folder / "run-free")
+        rate_of_whole, whole = measured_rate(free, options, folder / "run-free")
         bounds = bounds_of(plan.plan, plan.profile, plan.cluster)
     fsdp = "not run: without a GPU"
     if options.device == "cuda":
@@ -139,7 +167,8 @@ def main() -> None:
         command += ["--blocks", str(options.blocks), "--width", str(options.width), "--batch-size", str(microbatch)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         fsdp = f"{json.loads(done.stdout):.2f}" if done.returncode == 0 else f"failed: {done.stderr[-300:]}"
-    write(options, plan.plan, result, whole, fsdp, memory=memory, state=state, bounds=bounds)
+    rates = {"rate": rate, "rate_of_whole": rate_of_whole}
+    write(options, plan.plan, result, whole, fsdp, memory=memory, state=state, bounds=bounds, **rates)
 
 
 def write(options: argparse.Namespace, plan: Any, result: Any, whole: Any, fsdp: str, **figures: Any) -> None:
@@ -148,9 +177,8 @@ def write(options: argparse.Namespace, plan: Any, result: Any, whole: Any, fsdp:
     load = os.getloadavg()[0]
     bound = sum(max(entry.seconds.values()) for entry in figures["bounds"])
     rows = [
-        f"| spilled, {len(plan.stages)} stages | {result.samples_per_second:.2f} | "
-        f"{result.predicted_samples_per_second:.2f} |",
-        f"| no limit, one stage | {whole.samples_per_second:.2f} | {whole.predicted_samples_per_second:.2f} |",
+        f"| spilled, {len(plan.stages)} stages | {figures['rate']:.2f} | {result.predicted_samples_per_second:.2f} |",
+        f"| no limit, one stage | {figures['rate_of_whole']:.2f} | {whole.predicted_samples_per_second:.2f} |",
         f"| FSDP2 with CPUOffloadPolicy | {fsdp} | |",
     ]
     copied = [
@@ -163,7 +191,8 @@ def write(options: argparse.Namespace, plan: Any, result: Any, whole: Any, fsdp:
         f"{figures['state'] / 1e6:.0f} MB "
         f"of weights, gradients and optimizer state, on a device with {figures['memory']}. {plan.num_microbatches} "
         f"microbatches of {plan.microbatch_size}. {machine}, {platform.machine()}, {os.cpu_count()} cores, load "
-        f"{load:.1f}, torch {torch.__version__}. Rates include the first steps.",
+        f"{load:.1f}, torch {torch.__version__}. Rates are of the median step after the "
+        f"first two; predictions use the figures of `autopipe doctor --links`.",
         "",
         "| | samples/s | predicted |",
         "|---|---|---|",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -50,14 +49,23 @@ class HostMeter(TorchDispatchMode):
         self._now = self._most = 0
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count its results."""
+        """Run an operation and count its results, unless they are views."""
         result = func(*args, **(kwargs or {}))
+        if type(result) is torch.Tensor:
+            if not func.is_view:
+                self.count(result)
+            return result
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.count(leaf)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to disable the compiler around each operation would take longer than to count it."""
+        return False
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor; memory that several tensors share counts once."""

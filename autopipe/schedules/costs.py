@@ -45,6 +45,7 @@ class SpillCosts:
     activations_out: float = 0.0
     gradients_in: float = 0.0
     gradients_out: float = 0.0
+    begin: float = 0.0  # of the rank's time, for each copy that it begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ sent, or a reduction that not all replicas have reached. The rank resumes when a
 instruction is visited once, so the time is linear in their number. A link has one sender, so its messages have the
 order of the sender's row, and the result does not depend on the order in which ranks are visited.
 
-L, O and U take a lane between host and device, and none of the rank's time (``lanes``).
+L, O and U take a lane between host and device (``lanes``), and of the rank's time only what begins the copy.
 
 Sends never block (beyond ``send_seconds``), and neither does R. The step waits until all replicas have reached their R
 and the gradients are added; the span of the reduction is that wait. An instruction that takes no time and does not wait
@@ -90,6 +90,7 @@ class _Simulation:
                     begin, end = lanes.copy(i, now)
                     if end > begin:
                         spans.append(Span(rank, i, begin, end))
+                    now += self.costs.spill[i.stage].begin if self.costs.spill else 0.0
                     index += 1
                     continue
                 now = start = lanes.ready(i, now)

@@ -57,7 +57,8 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         )
     spill: tuple[SpillCosts, ...] = ()
     if REGISTRY[plan.schedule].spills:
-        spill = spill_costs(plan, profile, cluster.device(0).to_host_bandwidth)
+        # to begin a copy is as much work as to begin to send a message
+        spill = spill_costs(plan, profile, cluster.device(0).to_host_bandwidth, cluster.host.send_seconds)
     return Costs(tuple(stages), _edges(plan, profile, cluster), spill)
 
 

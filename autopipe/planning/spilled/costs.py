@@ -98,8 +98,11 @@ def _copied(plan: Plan, profile: Profile, count: int, *, late: bool) -> tuple[in
     return round(to_device), round(to_host)
 
 
-def spill_costs(plan: Plan, profile: Profile, bandwidth: float) -> tuple[SpillCosts, ...]:
-    """Return the seconds of the copies of each stage. ``bandwidth``: bytes per second, in each direction."""
+def spill_costs(plan: Plan, profile: Profile, bandwidth: float, begin_seconds: float = 0.0) -> tuple[SpillCosts, ...]:
+    """Return the seconds of the copies of each stage.
+
+    ``bandwidth``: bytes per second, in each direction. ``begin_seconds``: of the rank's time, for each copy.
+    """
     message_plan = MessagePlan.of(plan, profile.graph)
     sent = message_bytes(plan, profile.graph, message_plan)
     trained = {name for name, spec in profile.graph.parameters.items() if spec.requires_grad}
@@ -119,6 +122,7 @@ def spill_costs(plan: Plan, profile: Profile, bandwidth: float) -> tuple[SpillCo
                 activations_out=of_stage(message_plan.forward, 0, stage.index),
                 gradients_in=of_stage(message_plan.backward, 1, stage.index),
                 gradients_out=of_stage(message_plan.backward, 0, stage.index),
+                begin=begin_seconds,
             )
         )
     return tuple(costs)

@@ -28,8 +28,14 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
 def largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest absolute value, on the device of the tensors: finite if and only if all elements are."""
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    filled = [tensor for tensor in dense if tensor.numel()]
-    return torch.nn.utils.get_total_norm(filled, float("inf")) if filled else torch.zeros(())
+    filled = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in dense if tensor.numel()]
+    if not filled:
+        return torch.zeros(())
+    if any(tensor.is_cuda for tensor in filled):
+        return torch.nn.utils.get_total_norm(filled, float("inf"))  # few kernels
+    # on a CPU, the maximum norm of torch takes 20 times as long
+    extremes = [extreme.double() for tensor in filled for extreme in torch.aminmax(tensor.detach())]
+    return torch.stack(extremes).abs().amax()
 
 
 def first_nonfinite(parameters: Mapping[str, nn.Parameter]) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import ScheduleSpec
+from autopipe.ir.schedule import COPIES, ScheduleSpec
 from autopipe.schedules import Costs, MessageBytes, make, simulate, validate
 from autopipe.schedules.costs import SpillCosts, StageCosts
 from autopipe.schedules.spilling.memory import SpilledBytes, spilled_peaks
@@ -101,3 +101,11 @@ def test_weights_that_are_still_there_are_not_copied_again():
     # two stages have a slab each: after their steps, the slabs contain the newest weights
     assert steady(costs, 2, 3) == 0.0
     assert steady(dataclasses.replace(costs, stages=costs.stages[:1] * 5, spill=costs.spill[:1] * 5), 5, 3) > 0.0
+
+
+def test_each_copy_takes_time_of_the_rank_to_begin():
+    free = Costs((StageCosts(1.0, 3.0),) * 5, spill=(SpillCosts(),) * 5)
+    begun = dataclasses.replace(free, spill=(SpillCosts(begin=0.25),) * 5)
+    row = make("spilled", request(5, 2, 4)).rows[0]
+    copies = sum(i.minibatch == 3 and i.op in COPIES for i in row)
+    assert steady(begun, 5, 2) == steady(free, 5, 2) + 0.25 * copies

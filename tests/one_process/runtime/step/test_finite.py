@@ -42,6 +42,14 @@ def data(batch_size=8):
 """
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e4])
+def test_one_element_of_any_kind_is_seen(dtype: torch.dtype, value: float) -> None:
+    tensors = [torch.ones(7, 5, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones(4, dtype=dtype)]
+    tensors[0][3, 2] = value
+    assert all_finite(tensors) == math.isfinite(value)
+
+
 class Told(Silent):
     def __init__(self) -> None:
         super().__init__()
