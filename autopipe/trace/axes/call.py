@@ -24,6 +24,15 @@ class Roles:
     draws: list[tuple[str, Dimension]] = field(default_factory=list)  # node, the leaves of what it draws for
 
 
+def shape_of(value: Tensor) -> tuple[int, ...]:
+    """Return the shape of a recorded value in the captured batch; no guard is added. Raises: NoRuleError."""
+    shape: Iterable[Any] = value.shape
+    sizes = [size if type(size) is int else size.node.hint for size in shape]
+    if any(type(size) is not int for size in sizes):
+        raise NoRuleError("its result has a size that depends on the data")
+    return tuple(sizes)
+
+
 class Call:
     """One call, with the dimensions of its operands."""
 
@@ -42,7 +51,7 @@ class Call:
         value = self.node.meta.get("val")
         if not isinstance(value, Tensor):
             raise NoRuleError("its result is not one tensor")
-        return tuple(int(size) for size in value.shape)
+        return shape_of(value)
 
     def argument(self, index: int, keyword: str, default: Any = None) -> Any:
         """Return an argument as it was recorded."""

@@ -6,6 +6,7 @@ opportunity. What is found is verified on numbers before a team uses it (``verif
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from torch import Tensor, fx, nn
 
 from autopipe.ir.graph import Graph
 from autopipe.trace.axes import attention, elementwise, lookups, products, reductions, shapes
-from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles
+from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles, shape_of
 from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
 
 _RULES = (attention, elementwise, lookups, products, reductions, shapes)  # importing them registers their rules
-_OWN = ("torch.", "operator.", "_operator.", "builtins.", "math.")
+_OWN = ("getattr", "torch.", "operator.", "_operator.", "builtins.", "math.")
 _GROUPED = ("grouped_mm", "grouped_mm_fallback")  # operators of other libraries that have the rule of torch's
 
 
@@ -58,7 +59,8 @@ class Reader:
                     self._mark(self._dims(value), "the model's result")
             elif node.op != "get_attr":
                 self._call(node)
-                self._mark_dynamic(node.name, described[node.name].spec)
+                if node.name in described:  # the sizes of the batch are not
+                    self._mark_dynamic(node.name, described[node.name].spec)
         return self.reading
 
     @property
@@ -69,7 +71,7 @@ class Reader:
         module = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
         call = Call(node, module, self.reading.leaves, self.reading.roles, self._dims)
         rule = MODULES.get(type(module)) if module is not None else FUNCTIONS.get(self._name(node))
-        name = type(module).__name__ if module is not None else self._name(node) or str(node.target)
+        name = type(module).__name__ if module is not None else self._name(node) or _shown(node)
         try:
             if rule is None or node.meta.get("opaque"):
                 raise NoRuleError("it has no rule")
@@ -90,7 +92,8 @@ class Reader:
     def _unknown(self, node: fx.Node, why: str) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            self._values[node.name] = self._whole(tuple(value.shape), why)
+            with contextlib.suppress(NoRuleError):
+                self._values[node.name] = self._whole(shape_of(value), why)
         elif isinstance(node.meta.get("length"), int):
             self._values[node.name] = (None,) * node.meta["length"]
 
@@ -99,7 +102,7 @@ class Reader:
         value = node.meta.get("val")
         if isinstance(dims, list) and isinstance(value, Tensor):
             leaves = self.reading.leaves
-            if [leaves.length(leaves.flat(dimension)) for dimension in dims] != [int(size) for size in value.shape]:
+            if [leaves.length(leaves.flat(dimension)) for dimension in dims] != [*shape_of(value)]:
                 raise NoRuleError("its result has another shape than expected")
         elif isinstance(dims, list):
             raise NoRuleError("its result is not one tensor")
@@ -143,7 +146,7 @@ class Reader:
     @staticmethod
     def _shape(node: fx.Node) -> tuple[int, ...]:
         value = node.meta.get("val")
-        return tuple(value.shape) if isinstance(value, Tensor) else ()
+        return shape_of(value) if isinstance(value, Tensor) else ()
 
     def _whole(self, shape: Iterable[int], why: str) -> Dims:
         dims = self.reading.leaves.fresh(shape)
@@ -154,6 +157,12 @@ class Reader:
         for part in dims if isinstance(dims, tuple) else (dims,):
             for dimension in part or []:
                 self.reading.leaves.mark_whole(dimension, why)
+
+
+def _shown(node: fx.Node) -> str:
+    """Return the name of a function without a rule."""
+    target = node.meta["node"].target if "node" in node.meta else str(node.target)
+    return ".".join(target.split(".")[-2:])
 
 
 def attribute(module: nn.Module, target: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopipe.trace.axes.call import Call, Parts, rule
+from autopipe.trace.axes.call import Call, Parts, rule, shape_of
 from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
 
 
@@ -238,7 +238,7 @@ def cat(call: Call) -> Dims:
 def _is_nothing(value: Any) -> bool:
     """Return whether a value is the empty vector, which torch ignores in a concatenation."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return isinstance(example, Tensor) and example.shape == (0,)
+    return isinstance(example, Tensor) and shape_of(example) == (0,)
 
 
 @rule("stack")

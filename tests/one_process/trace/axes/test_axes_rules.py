@@ -197,3 +197,29 @@ def test_verification_leaves_the_model_as_it_was():
     assert all(tensor.grad is None for tensor in tensors)
     assert all(torch.equal(batch[name], leaf) for name, leaf in leaves.items())
     assert state.shape == torch.get_rng_state().shape
+
+
+def test_the_graph_does_not_change_when_its_sizes_depend_on_the_data():
+    class Selecting(Body):
+        def forward(self, x, labels):
+            chosen = self.inner(x)[labels > 2].pow(2)
+            scale = 1.0 if chosen.shape[0] > 2 and labels.max() < 100 else 0.0
+            return super().forward(x, labels) + scale * chosen.sum() / chosen.shape[0]
+
+    toy = workload(lambda: Selecting(Attention()))
+    captured = capture(toy, verify=False, lengths=False, allow_data_dependent=True)
+    assert captured.method.endswith("batch size symbolic, data-dependent decisions kept")
+    before = [node.name for node in captured.module.graph.nodes]
+    axes = choose(captured.graph, find_axes(captured).axes, 2)
+    assert [node.name for node in captured.module.graph.nodes] == before
+    assert parameters(axes) == {"inner.qkv.weight", "inner.qkv.bias", "inner.out.weight"}
+    assert verified(captured, axes, toy.leaves(toy.example_item(3)), 2).notes == ()
+
+
+def test_a_product_with_a_transposed_weight_is_sharded():
+    class Transposed(Wide):
+        def forward(self, x):
+            return self.between(x @ self.up.weight.T + self.up.bias) @ self.down.weight.mT
+
+    axes, _ = sharded(lambda: Body(Transposed()))
+    assert parameters(axes) == {"inner.up.weight", "inner.up.bias", "inner.down.weight"}
