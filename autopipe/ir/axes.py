@@ -25,8 +25,9 @@ ADDED_BEFORE_BIAS = (
 LOOKED_UP = "looked_up"  # embedding: a member returns zeros for a row that another has, and the results are summed
 CROSS_ENTROPY = "cross_entropy"  # its maximum, its sum of exponentials and its target's logit come from all members
 LOG_SOFTMAX = "log_softmax"  # its maximum and its sum of exponentials do; the result carries the axis
+MULTIHEAD = "multihead"  # nn.MultiheadAttention: a member has size/t heads, and its output is added before the bias
 PICKED = "picked"  # nll_loss: the member that has the target's column contributes it
-SUMS = (ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, CROSS_ENTROPY, LOG_SOFTMAX, PICKED)
+SUMS = (ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, CROSS_ENTROPY, LOG_SOFTMAX, PICKED, MULTIHEAD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,23 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from autopipe.ir.axes import ADDED_BEFORE_BIAS, CROSS_ENTROPY, LOOKED_UP, PICKED, Axis, Entry, Place, Rewrite, Sum
+from autopipe.ir.axes import (
+    ADDED_BEFORE_BIAS,
+    CROSS_ENTROPY,
+    LOOKED_UP,
+    MULTIHEAD,
+    PICKED,
+    Axis,
+    Entry,
+    Place,
+    Rewrite,
+    Sum,
+)
 from autopipe.ir.graph import Graph, Node
 from autopipe.trace.axes.find import Reading
 from autopipe.trace.axes.leaves import Dims
 
+_WITH_BIAS = (ADDED_BEFORE_BIAS, MULTIHEAD)  # what is added after the sum is not an entry
 _BY_INDEX = (LOOKED_UP, CROSS_ENTROPY, PICKED)  # a member has one range of the indices
 
 
@@ -131,7 +143,7 @@ class Collector:
         entries: dict[str, list[str]] = {}
         partial: dict[str, None] = {}
         for node in nodes:
-            after = self._after_the_sum(node) if sums.get(node.name) == ADDED_BEFORE_BIAS else set()
+            after = self._after_the_sum(node) if sums.get(node.name) in _WITH_BIAS else set()
             for value in node.inputs:
                 spec = specs[value].spec if value in specs else None
                 if leaf not in self._carriers[value] and value not in after and spec is not None and spec.requires_grad:

@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autopipe import draws
-from autopipe.ir.axes import Axis, Place, Rewrite
+from autopipe.ir.axes import MULTIHEAD, Axis, Place, Rewrite
 from autopipe.ir.graph import Graph
 from autopipe.trace.axes.combined import COMBINED, cut, entered
 from autopipe.trace.axes.drawn import drawn
 from autopipe.trace.axes.find import attribute
+from autopipe.trace.axes.heads import multihead
 from autopipe.trace.graph.replay import context_of
 
 Each = list[Any]  # one value for each member
@@ -106,7 +107,8 @@ class Members:
             if node.name in self._sums:
                 axis, how = self._sums[node.name]
                 operand = self._place_of_classes(node)
-                return COMBINED[how](Combination(node, run, arguments, axis, self._team, operand))
+                call = Combination(node, run, arguments, axis, self._team, operand, self._reseeded(node))
+                return multihead(call) if how == MULTIHEAD else COMBINED[how](call)
             if node.name in self._draws:
                 axis = self._draws[node.name]
                 place = self._carried[node.name][1]
@@ -189,6 +191,7 @@ class Combination:
     axis: Axis
     team: int
     operand: Place | None  # where the first operand carries the axis
+    seeded: Callable[[], contextlib.AbstractContextManager[None]]  # seeds the call's random draws
 
 
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -124,6 +124,27 @@ class Merged(Attention):
         return torch.einsum("bhlm,bhmd->bhld", scores, v)
 
 
+class Module(nn.Module):
+    """``nn.MultiheadAttention`` with dropout, a causal mask and padding; the keys may have another width."""
+
+    def __init__(self, batch_first=True, width=WIDTH, weights=False):
+        super().__init__()
+        self.first, self.weights, self.narrow = batch_first, weights, nn.Linear(WIDTH, width)
+        self.attention = nn.MultiheadAttention(
+            WIDTH, 4, dropout=0.3, batch_first=batch_first, kdim=width, vdim=width, bias=width == WIDTH
+        )
+
+    def forward(self, x):
+        keys = self.narrow(x)
+        padding = x[..., 0] > 1.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        inputs = (x, keys, keys) if self.first else (x.transpose(0, 1), *(keys.transpose(0, 1),) * 2)
+        padding = padding & (torch.arange(x.shape[1]) > 0)
+        y, weights = self.attention(*inputs, key_padding_mask=padding, attn_mask=mask, need_weights=self.weights)
+        y = y if self.first else y.transpose(0, 1)
+        return y if weights is None else y + weights.sum(-1, keepdim=True)
+
+
 class Wide(nn.Module):
     """Two layers, with ``between`` applied to the values between them."""
 

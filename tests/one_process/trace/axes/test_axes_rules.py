@@ -11,6 +11,7 @@ from support.models.axes import (
     Grouped,
     GroupedSplit,
     Merged,
+    Module,
     Normed,
     Plain,
     Vocabulary,
@@ -19,7 +20,7 @@ from support.models.axes import (
 )
 from torch import nn
 
-from autopipe.ir.axes import LOG_SOFTMAX, LOOKED_UP, PICKED
+from autopipe.ir.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
 from autopipe.ir.axis_sets import choose
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
@@ -60,6 +61,21 @@ def test_both_sides_of_a_block_are_sharded(inner):
     axes, _ = sharded(lambda: Body(inner()))
     names = {name for name, _ in Body(inner()).inner.named_parameters()} - {"out.bias"}
     assert parameters(axes) == {f"inner.{name}" for name in names}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"width": 8}])
+def test_the_heads_of_torchs_own_module_are_sharded(options):
+    (axis,), _ = sharded(lambda: Body(Module(**options)))
+    names = {name for name, _ in Module(**options).attention.named_parameters()} - {"out_proj.bias"}
+    assert parameters([axis]) == {f"inner.attention.{name}" for name in names}
+    assert [entry.how for entry in axis.sums] == [MULTIHEAD]
+    assert len(axis.draws) == 1
+
+
+def test_a_module_whose_attention_weights_are_read_stays_whole():
+    axes, whole = sharded(lambda: Body(Module(weights=True)))
+    assert axes == ()
+    assert whole["inner.attention.in_proj_weight"] == "read by MultiheadAttention: its weights are read"
 
 
 def test_a_fused_projection_of_grouped_heads_has_three_segments():
