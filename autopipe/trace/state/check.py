@@ -21,6 +21,7 @@ from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.state.between import refuse_data, refuse_hooks
 from autopipe.trace.state.counts import refuse_counts
+from autopipe.trace.state.drawing import refuse_later_items
 from autopipe.trace.state.observing.bytecode import constants
 from autopipe.trace.state.observing.files import watched_files
 from autopipe.trace.state.observing.observe import Ran, is_package, observed, refuse_seed
@@ -79,6 +80,7 @@ def refuse_changing_state(
             refuse_counts(look, last)
             refuse_hooks(look, last)
             refuse_data(look, last, data or {})
+            refuse_later_items(look)
             break
     return tuple(look.notes)
 

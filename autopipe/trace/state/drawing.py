@@ -1,0 +1,68 @@
+"""Refuse a data hook that changes, from batch to batch, what the forward or the loss of the same batch gives.
+
+The source shows most of what a data hook writes (``between``). This sees the rest by trying: settings, files,
+environment variables and default arguments that change only when a later batch is created.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopipe.errors import TraceError, counted
+from autopipe.trace.state.refusal import DATA, INPUT
+
+if TYPE_CHECKING:
+    from autopipe.trace.state.check import Look
+
+_MOST_ITEMS = 4
+_MOST_SECONDS = 2.0  # no further batch is created after this time
+
+
+def refuse_later_items(look: Look) -> None:
+    """Refuse a data hook if the loss of one batch changes when further batches are created. The model is restored."""
+    workload = look.workload
+    if not getattr(workload, "has_data", False):
+        return
+    before = _loss(look)
+    number = _create_items(look)
+    after = _loss(look)
+    if torch.equal(before, after) or not torch.equal(after, _loss(look)):
+        return
+    raise TraceError(
+        f"{DATA} changes what the model computes: the loss of one batch is {float(before):.9g}, and "
+        f"{float(after):.9g} after the hook creates {counted(number, 'further batch')}",
+        where=workload.hooks["data"].place,
+        remedy=f"do not change settings, files or other state that the forward or the loss reads; {INPUT}",
+    )
+
+
+def _create_items(look: Look) -> int:
+    """Create the first batches again, and some more. Return the number of those after the first."""
+    workload, number = look.workload, -1
+    size = workload.num_samples(look.item) if workload.takes_batch_size else None
+    end = time.monotonic() + _MOST_SECONDS
+    with contextlib.suppress(Exception):  # training reports what fails in the data
+        for _ in itertools.islice(workload.items(size), _MOST_ITEMS):
+            number += 1
+            if time.monotonic() > end:
+                break
+    return max(number, 0)
+
+
+def _loss(look: Look) -> Tensor:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in look.model.buffers()]
+    try:
+        return look.run(look.item)
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+__all__ = ["refuse_later_items"]

@@ -1,0 +1,80 @@
+"""A data hook that changes, from batch to batch, what the forward reads is refused, wherever it keeps it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.errors import TraceError
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
+
+MODEL = """
+import decimal
+import os
+import pathlib
+import sys
+import torch
+from torch import nn
+
+{top}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)).tanh()) * {factor}
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for step in range(6):
+        {change}
+        yield torch.randn(batch_size, 4, generator=g), torch.randint(0, 2, (batch_size,), generator=g)
+"""
+DEFAULTS = "def scale(by=1.0):\n    return by\n\n"
+REFUSED = {
+    "a setting": ("", "sys.getrecursionlimit() / 1000", "sys.setrecursionlimit(1000 + step)"),
+    "a setting set late": ("", "decimal.getcontext().prec", "decimal.getcontext().prec = 28 - (step > 2)"),
+    "default arguments": (DEFAULTS, "scale()", "scale.__defaults__ = (1.0 + step,)"),
+    "a file": ("", "float(pathlib.Path('scale').read_text())", "pathlib.Path('scale').write_text(str(1.0 + step))"),
+    "the environment": ("", "float(os.environ.get('SCALE', '1'))", "os.environ['SCALE'] = str(1.0 + step)"),
+}
+ACCEPTED = {
+    "nothing": ("", "1.0", "pass"),
+    "a setting that is not read": ("", "1.0", "sys.setrecursionlimit(1000 + step)"),
+    "a file that is not read": ("", "1.0", "pathlib.Path('log').write_text(str(step))"),
+    "random numbers": ("", "1.0", "torch.rand(3)"),
+    "data that fails later": ("", "1.0", "assert step < 2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scale").write_text("1.0")
+    monkeypatch.setenv("SCALE", "1.0")
+
+
+def captured(case: tuple[str, str, str], folder: Path) -> None:
+    top, factor, change = case
+    path = folder / "model.py"
+    path.write_text(MODEL.format(top=top, factor=factor, change=change))
+    capture(load_workload(LoadOptions(str(path))))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_that_later_batches_change_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="the data hook changes"):
+        captured(REFUSED[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_other_data_is_accepted(name: str, tmp_path: Path) -> None:
+    captured(ACCEPTED[name], tmp_path)
