@@ -11,7 +11,7 @@ from autopipe.ir.axes import Axis
 from autopipe.ir.graph import Graph
 
 _EXACT = 12  # so many axes that exclude each other are chosen by trying all sets
-_LEAST = 0.005  # of the model's bytes: a smaller axis costs more in sums over the team than it saves
+_LEAST = 0.001  # of the bytes of the largest axis: a smaller one costs more in sums over the team than it saves
 
 
 def num_bytes(graph: Graph, parameters: Iterable[str]) -> int:
@@ -55,13 +55,10 @@ def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:
     Among sets of equal bytes, the one with fewer sums over the team is chosen. Axes of few bytes are left out, and so
     is an axis with a parameter whose gradient would be summed for some of its uses only. ``team``: number of members.
     """
-    least = _LEAST * num_bytes(graph, graph.parameters)
+    of_axis = {axis.name: num_bytes(graph, (place.name for place in axis.parameters)) for axis in axes}
+    least = _LEAST * max(of_axis.values(), default=0)
     candidates = [
-        axis
-        for axis in axes
-        if axis.size % team == 0
-        and axis.size >= team > 1
-        and num_bytes(graph, (place.name for place in axis.parameters)) >= least
+        axis for axis in axes if axis.size % team == 0 and axis.size >= team > 1 and of_axis[axis.name] >= least
     ]
     while True:
         chosen = [axis for group in _groups(candidates) for axis in _best(graph, group)]

@@ -46,6 +46,12 @@ class Collector:
         self._state: dict[int, list[Place]] = defaultdict(list)
         self._carriers: dict[str, set[int]] = defaultdict(set)  # value or state -> leaves
         self._taking_part: dict[int, list[Node]] = defaultdict(list)
+        self._with_gradient = {n.name for n in graph.nodes if n.spec is not None and n.spec.requires_grad}
+        self._storage: dict[str, str] = {}  # value -> the value that owns its memory
+        for node in graph.nodes:
+            self._storage[node.name] = self._storage.get(node.storage, node.storage) or node.name
+        changed = {value for node in graph.nodes for value in (*node.mutates, *node.buffers_written)}
+        self._changed = {self._storage.get(value, value) for value in changed}
 
     def collect(self) -> ModelAxes:
         """Return the axes, in the order of the model's parameters."""
@@ -115,8 +121,8 @@ class Collector:
             return None
         nodes = self._taking_part[leaf]
         entries, partial = self._entering(leaf, nodes, sums)
-        changed = {value for node in self._graph.nodes for value in (*node.mutates, *node.buffers_written)}
-        if changed & ({*entries} | {place.name for place in places}) or self._mutated_alias(entries, changed):
+        memory = {self._storage.get(value, value) for value in entries} | {place.name for place in places}
+        if memory & self._changed:
             self._reasons.setdefault(leaf, "a value that enters it is changed in place")
             return None
         name = f"{_common_module([place.name for place in parameters])}/{size}"
@@ -139,14 +145,12 @@ class Collector:
         self, leaf: int, nodes: list[Node], sums: dict[str, str]
     ) -> tuple[dict[str, list[str]], dict[str, None]]:
         """Return the values that enter, with their readers, and the whole parameters that the nodes read."""
-        specs = {node.name: node for node in self._graph.nodes}
         entries: dict[str, list[str]] = {}
         partial: dict[str, None] = {}
         for node in nodes:
             after = self._after_the_sum(node) if sums.get(node.name) in _WITH_BIAS else set()
             for value in node.inputs:
-                spec = specs[value].spec if value in specs else None
-                if leaf not in self._carriers[value] and value not in after and spec is not None and spec.requires_grad:
+                if leaf not in self._carriers[value] and value not in after and value in self._with_gradient:
                     entries.setdefault(value, []).append(node.name)
             for name in node.parameters:
                 if (
@@ -160,10 +164,6 @@ class Collector:
     def _after_the_sum(self, node: Node) -> set[str]:
         aliases = self._graph.aliases
         return {aliases.get(name, name) for at, name in self._reading.roles.biases if at == node.name}
-
-    def _mutated_alias(self, entries: dict[str, list[str]], changed: set[str]) -> bool:
-        storage = {node.name: node.storage or node.name for node in self._graph.nodes}
-        return bool({storage.get(value, value) for value in entries} & {storage.get(v, v) for v in changed})
 
     def _why(self, name: str) -> str:
         dims = self._reading.state.get(name)

@@ -99,6 +99,16 @@ def test_only_sizes_that_the_team_divides_are_chosen():
     assert choose(graph, [between(0, 6)], 1) == ()
 
 
+def test_an_axis_of_few_bytes_is_left_out_however_deep_the_model_is():
+    graph = chain(*(2, 3000) * 200, 2)  # each axis is less than 1 % of the model, and as large as the largest
+    axes = [between(2 * i, 3000) for i in range(200)]
+    assert len(choose(graph, axes, 2)) == 200
+    parameters = {**graph.parameters, "w2": TensorSpec((3000, 2), "float32"), "w1": TensorSpec((2, 4), "float32")}
+    small = dataclasses.replace(axes[0], name="small", size=4, parameters=(place("w1", 1),))
+    graph = dataclasses.replace(graph, parameters=parameters)
+    assert [axis.name for axis in choose(graph, [small, axes[1]], 2)] == ["a2"]
+
+
 def test_a_parameter_whose_gradient_would_be_summed_for_some_uses_only_excludes_its_axis():
     graph = chain(4, 6, 4)
     axis = dataclasses.replace(between(0, 6), partial=("norm",))
