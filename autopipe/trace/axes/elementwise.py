@@ -46,11 +46,3 @@ def elementwise(call: Call) -> Dims:
         raise NoRuleError("its result has other dimensions than its operands")
     call.draws_for(dims)
     return dims
-
-
-@rule("max", "min")
-def extremes(call: Call) -> Dims:
-    """Two tensors: element by element. One: no rule."""
-    if len(call.node.all_input_nodes) != 2:
-        raise NoRuleError("it reduces over a dimension")
-    return elementwise(call)

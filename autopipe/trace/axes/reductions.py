@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from autopipe.ir.axes import ADDED
-from autopipe.trace.axes.call import Call, rule
+from autopipe.trace.axes.call import Call, Parts, rule
+from autopipe.trace.axes.elementwise import elementwise
 from autopipe.trace.axes.leaves import Dims, NoRuleError
 
 
@@ -36,6 +37,17 @@ def reduced(call: Call) -> Dims:
     for at in over:
         call.whole(dims[at], f"{name} over it")
     return _reduced(call, dims, over)
+
+
+@rule("max", "min")
+def extremes(call: Call) -> Dims | Parts:
+    """Of two tensors: element by element. Of one: over a dimension, as values and indices."""
+    if len(call.node.all_input_nodes) == 2:
+        return elementwise(call)
+    dims = call.operand(0)
+    at = call.dimension(1, "dim", dims)
+    call.whole(dims[at], f"{_name(call)} over it")
+    return (_reduced(call, dims, [at]),) * 2
 
 
 @rule("softmax", "cumsum", "softmin", "logcumsumexp", nn.Softmax)

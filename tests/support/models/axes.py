@@ -114,6 +114,33 @@ class Plain(Attention):
         return functional.dropout(scores, self.dropout, self.training) @ v
 
 
+class Sinks(Attention):
+    """Attention with a learned score of each head that no key has, minus the largest score, as gpt-oss does."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(self.HEADS))
+
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-2, -1) * 0.5
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+        scores = torch.cat([scores, sinks], -1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return scores.softmax(-1)[..., :-1] @ v
+
+
+class Interleaved(nn.Module):
+    """A gated layer whose two parts alternate."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(torch.sigmoid(y[..., ::2]) * y[..., 1::2])
+
+
 class Merged(Attention):
     """Batch and heads in one dimension, products by ``bmm``, and one by ``einsum``."""
 
