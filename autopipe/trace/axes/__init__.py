@@ -3,10 +3,10 @@
 from autopipe.trace.axes.collect import Collector, ModelAxes
 from autopipe.trace.axes.find import Reader
 from autopipe.trace.axes.members import Members, TeamOutcome
-from autopipe.trace.axes.verified import Verified, verified
+from autopipe.trace.axes.verified import Verified, choose_verified, verified
 from autopipe.trace.result import Capture
 
-__all__ = ["Members", "ModelAxes", "TeamOutcome", "Verified", "find_axes", "verified"]
+__all__ = ["Members", "ModelAxes", "TeamOutcome", "Verified", "choose_verified", "find_axes", "verified"]
 
 
 def find_axes(capture: Capture) -> ModelAxes:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopipe.ir.axes import Axis
+from autopipe.ir.axis_sets import choose
 from autopipe.trace.axes.combined import joined
 from autopipe.trace.axes.members import Members, TeamOutcome
 from autopipe.trace.graph.replay import replay
@@ -29,29 +30,58 @@ class Verified:
     notes: tuple[str, ...]
 
 
+def choose_verified(
+    capture: Capture, axes: Sequence[Axis], leaves: Mapping[str, Tensor], team: int, *, seed: int = 0
+) -> Verified:
+    """Return the axes that a team shards (``ir.axis_sets.choose``) and that hold on a batch.
+
+    In place of an axis that does not hold, those that it excluded are chosen. A model without memory (on the meta
+    device) is not verified, and a note says so.
+    """
+    if any(parameter.is_meta for parameter in capture.module.parameters()):
+        return Verified(choose(capture.graph, axes, team), ("axes are not verified: the model is on the meta device",))
+    candidates, notes = list(axes), list[str]()
+    while True:
+        chosen = choose(capture.graph, candidates, team)
+        outcome = verified(capture, chosen, leaves, team, seed=seed)
+        notes += outcome.notes
+        if len(outcome.axes) == len(chosen):
+            return Verified(chosen, tuple(notes))
+        failed = {axis.name for axis in chosen} - {axis.name for axis in outcome.axes}
+        candidates = [axis for axis in candidates if axis.name not in failed]
+
+
 def verified(
     capture: Capture, axes: Sequence[Axis], leaves: Mapping[str, Tensor], team: int, *, seed: int = 0
 ) -> Verified:
     """Return the axes of a set without conflicts that hold on a batch. The model's state does not change.
 
-    Memory: the values and gradients of ``team`` complete models, less what is cut.
+    ``leaves``: the tensors of the batch by input. Memory: the values and gradients of ``team`` complete models, less
+    what is cut.
     """
     if not axes:
         return Verified((), ())
     whole = _Whole(capture, leaves, seed)
     if not whole.difference(axes, team):
         return Verified(tuple(axes), ())
-    kept, notes = [], []
-    for axis in axes:
-        why = whole.difference([axis], team)
-        if why:
-            notes.append(f"axis {axis.name} is not sharded: {why}")
-        else:
-            kept.append(axis)
+    notes: list[str] = []
+    kept = _holding(whole, axes, team, notes)
     why = whole.difference(kept, team) if kept else ""
     if why:
         return Verified((), (*notes, f"no axis is sharded: together they do not hold: {why}"))
     return Verified(tuple(kept), tuple(notes))
+
+
+def _holding(whole: _Whole, axes: Sequence[Axis], team: int, notes: list[str]) -> list[Axis]:
+    """Return the axes that hold, by halves; a note is added for each other."""
+    why = whole.difference(axes, team)
+    if not why:
+        return [*axes]
+    if len(axes) == 1:
+        notes.append(f"axis {axes[0].name} is not sharded: {why}")
+        return []
+    middle = len(axes) // 2
+    return _holding(whole, axes[:middle], team, notes) + _holding(whole, axes[middle:], team, notes)
 
 
 class _Whole:

@@ -88,6 +88,20 @@ class GroupedSplit(Grouped):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
 
 
+class Separate(GroupedSplit):
+    """The queries have a projection of their own, and keys and values one for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 16)
+        del self.qkv
+
+    def heads(self, x):
+        q, kv = self.q(x).unflatten(-1, (8, 4)).transpose(1, 2), self.kv(x).unflatten(-1, (2, 2, 4))
+        k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+        return q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+
+
 class Normed(Attention):
     """Queries and keys are normalized in each head: their weights are whole, and read with sharded values."""
 

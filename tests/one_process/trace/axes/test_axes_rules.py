@@ -15,6 +15,7 @@ from support.models.axes import (
     Module,
     Normed,
     Plain,
+    Separate,
     Sinks,
     Vocabulary,
     Wide,
@@ -26,7 +27,7 @@ from autopipe.ir.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
 from autopipe.ir.axis_sets import choose
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
-from autopipe.trace.axes.verified import verified
+from autopipe.trace.axes.verified import choose_verified, verified
 
 
 def sharded(model, team=2):
@@ -90,22 +91,17 @@ def test_a_fused_projection_of_grouped_heads_has_three_segments():
 
 
 def test_more_members_than_heads_of_keys_share_out_the_groups_of_the_queries():
-    class Separate(GroupedSplit):
-        def __init__(self):
-            super().__init__()
-            self.q, self.kv = nn.Linear(16, 32), nn.Linear(16, 16)
-            del self.qkv
-
-        def heads(self, x):
-            q, kv = self.q(x).unflatten(-1, (8, 4)).transpose(1, 2), self.kv(x).unflatten(-1, (2, 2, 4))
-            k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-            return q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
-
-    axes, _ = sharded(lambda: Body(Separate()), team=4)
-    assert parameters(axes) == {"inner.q.weight", "inner.q.bias", "inner.out.weight"}
-    assert [axis.size for axis in axes] == [4]
-    axes, _ = sharded(lambda: Body(Separate()), team=2)
-    assert parameters(axes) >= {"inner.q.weight", "inner.kv.weight", "inner.out.weight"}
+    (axis,), _ = sharded(lambda: Body(Separate()), team=4)
+    assert parameters([axis]) == {"inner.q.weight", "inner.q.bias", "inner.out.weight"}
+    assert axis.size == 4
+    (axis,), _ = sharded(lambda: Body(Separate()), team=2)
+    assert parameters([axis]) == {
+        "inner.q.weight",
+        "inner.q.bias",
+        "inner.kv.weight",
+        "inner.kv.bias",
+        "inner.out.weight",
+    }
 
 
 def test_whole_parameters_that_are_read_with_sharded_values_are_partial():
@@ -202,6 +198,39 @@ def test_an_axis_that_does_not_hold_is_dropped_with_a_note(change):
     assert outcome.axes == (right[1],)
     assert len(outcome.notes) == 1
     assert outcome.notes[0].startswith("axis inner.0/4 is not sharded: ")
+
+
+def test_where_an_axis_does_not_hold_one_that_it_excluded_is_chosen():
+    toy = workload(lambda: Body(Separate()))
+    captured = capture(toy, verify=False, lengths=False)
+    axes = find_axes(captured).axes
+    (best,) = choose(captured.graph, axes, 2)
+    assert best.size == 2
+    broken = [dataclasses.replace(axis, entries=()) if axis is best else axis for axis in axes]
+    outcome = choose_verified(captured, broken, toy.leaves(toy.example_item(3)), 2)
+    assert [axis.size for axis in outcome.axes] == [4]
+    assert [note.partition(":")[0] for note in outcome.notes] == ["axis inner/2 is not sharded"]
+
+
+def test_axes_that_hold_alone_and_not_together_are_dropped():
+    toy = workload(lambda: Body(Separate()))
+    captured = capture(toy, verify=False, lengths=False)
+    both = [axis for axis in find_axes(captured).axes if axis.size in (2, 4) and "inner.q.weight" in parameters([axis])]
+    leaves = toy.leaves(toy.example_item(3))
+    assert [verified(captured, [axis], leaves, 2).notes for axis in both] == [(), ()]
+    outcome = verified(captured, both, leaves, 2)
+    assert outcome.axes == ()
+    assert outcome.notes[0].startswith("no axis is sharded: together they do not hold: ")
+
+
+def test_a_model_without_memory_is_not_verified():
+    toy = workload(lambda: Body(Wide()))
+    with torch.device("meta"):
+        model = Body(Wide()).train()
+    captured = capture(toy, verify=False, lengths=False, model=model)
+    outcome = choose_verified(captured, find_axes(captured).axes, {}, 2)
+    assert [axis.name for axis in outcome.axes] == ["inner/12"]
+    assert outcome.notes == ("axes are not verified: the model is on the meta device",)
 
 
 def test_verification_leaves_the_model_as_it_was():
