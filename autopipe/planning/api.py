@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -247,4 +248,23 @@ def _solve_equal(problem: Problem) -> Plan | None:
     """Return the best plan whose stages do not differ in their replicas, or None if no plan fits the memory."""
     stages = problem.options.num_stages
     best, starts = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+    if math.isinf(best) and stages > problem.options.num_groups:
+        divided = _divided_by_need(problem)
+        return None if divided is None else _solve_equal(divided)
     return None if math.isinf(best) else build_plan(problem, unreplicated_choices(problem, starts))
+
+
+def _divided_by_need(problem: Problem) -> Problem | None:
+    """Return the problem with other limits for stages that share a device, with which a plan fits; None if none does.
+
+    Stages may be far from equal: the first one may have an embedding. The plan that exceeds the estimated limits least
+    says what its stages need.
+    """
+    stages, n = problem.options.num_stages, problem.tables.num_atoms
+    _, starts = unreplicated_cuts(n, stages, lambda k: problem.overflow_table(k, stages))
+    if problem.needs or len(starts) != stages - 1:
+        return None
+    pairs = list(itertools.pairwise((0, *starts, n)))
+    needs = tuple(float(problem.overflow_table(k, stages)[pair]) + problem.limit(k) for k, pair in enumerate(pairs))
+    divided = dataclasses.replace(problem, needs=needs)
+    return divided if all(need <= divided.limit(k) for k, need in enumerate(needs)) else None

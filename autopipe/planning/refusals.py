@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from autopipe.errors import DoesNotFitError, PlanError, counted
-from autopipe.ir.cluster import Cluster
+from autopipe.ir.cluster import MOST_RANKS, Cluster
 from autopipe.ir.module_names import stage_modules
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.problem import Problem
@@ -161,13 +161,20 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if len(problem.cluster.devices) > 1:
         return
     d, v = options.replicas, options.stages_per_rank
-    for ranks in range(options.num_ranks + d, problem.tables.num_atoms // v * d + 1, d):
+    most = min(problem.tables.num_atoms // v * d, _most_ranks(problem.cluster))
+    for ranks in range(options.num_ranks + d, most + 1, d):
         if problem.kind.least_microbatches(ranks // d * v) > problem.num_microbatches:
             return
         for base, extra in ((options, ""), (recompute, " and --recompute auto"))[: 2 if can_recompute else 1]:
             change = dataclasses.replace(base, num_ranks=ranks)
             cluster = _grown(problem.cluster, ranks)
             yield f"use {ranks} ranks{extra}", dataclasses.replace(problem, options=change, cluster=cluster)
+
+
+def _most_ranks(cluster: Cluster) -> int:
+    """Return the most ranks of a cluster whose outermost level is widened."""
+    inner = cluster.num_ranks // cluster.levels[-1].count
+    return MOST_RANKS // inner * inner
 
 
 def _grown(cluster: Cluster, num_ranks: int) -> Cluster:

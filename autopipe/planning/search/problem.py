@@ -31,7 +31,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.block_sums import BlockTables
-from autopipe.planning.cost.byte_sums import ByteSums
+from autopipe.planning.cost.byte_sums import ByteSums, StageTerms
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
 from autopipe.planning.cost.pair_sum import Array
 from autopipe.planning.cost.tables import Tables, build_tables
@@ -53,6 +53,7 @@ class Problem:
     num_microbatches: int
     # False: the replicas of a stage are neighbouring ranks. True: the stages of a pipeline are.
     apart: bool = False
+    needs: tuple[float, ...] = ()  # by stage: in which proportion stages divide the memory of a device; (): estimated
 
     @property
     def share(self) -> int:
@@ -192,7 +193,8 @@ class Problem:
     def limit(self, stage: int) -> float:
         """Return the whole bytes that a stage may use; infinite if the device has no limit.
 
-        Stages that share a device divide it in proportion to the microbatches that they hold in flight.
+        Stages that share a device divide it in proportion to the peaks that they would have if all stages of the model
+        were equal, with the first recompute mode with which those fit, or of ``needs``.
         """
         memory = self.device_of(stage).memory_bytes
         if not memory:
@@ -200,9 +202,24 @@ class Problem:
         group, count = self.options.group_of(stage), self.options.num_stages
         if self.options.stages_on(group) == 1:
             return memory
-        same = (other for other in range(count) if self.options.group_of(other) == group)
-        num_in_flight = {other: self.in_flight_and_versions(other, count)[0] for other in same}
-        return memory * num_in_flight[stage] // sum(num_in_flight.values())
+        same = [other for other in range(count) if self.options.group_of(other) == group]
+        peaks: dict[int, float] = {other: self.needs[other] for other in same} if self.needs else {}
+        for mode in () if self.needs else self.modes:
+            peaks = {other: self._peak_if_equal(other, count, mode) for other in same}
+            if sum(peaks.values()) <= memory * count:
+                break
+        total = sum(peaks.values())
+        return memory * peaks[stage] // total if total else memory // len(same)
+
+    @functools.cached_property
+    def _whole(self) -> StageTerms:
+        """The bytes of the whole model as one stage."""
+        return self.byte_sums.along([0], by_block="block" in self.modes)[0]
+
+    def _peak_if_equal(self, stage: int, num_stages: int, mode: str) -> int:
+        """Return the peak of the whole model with as many microbatches in flight as a stage has."""
+        num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
+        return self._whole.peak(num_in_flight, versions, mode, self.waiting(stage), self.sharing)
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k with the first mode that fits, infinite where none does."""

@@ -251,3 +251,35 @@ def test_interleaved_with_one_stage_per_rank_is_planned_with_the_memory_that_it_
     problem = Problem(LAYERS, flat(4 * replicas), options, Cuts(LAYERS.graph), 16 * replicas)
     planned = tuple(problem.in_flight_and_versions(stage, 4)[0] for stage in range(4))
     assert planned == make(plan.schedule, plan.request()).in_flight == (7, 5, 3, 1)
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_stages_that_share_a_device_divide_its_memory_by_their_weights_too(d):
+    """The weights of the rank's stages are equal; the microbatches in flight are 8 and 4 of a thousandth of that."""
+    options = PlanOptions(
+        num_ranks=2 * d, batch_size=8 * d, num_microbatches=8 * d, schedule="interleaved", stages_per_rank=4, replicas=d
+    )
+    weight = 2**20  # with its gradient and the optimizer's state, four times as much
+    profile = chain(8, weight=weight, saved=2**10, output=2**8)
+    needed = 4 * 4 * weight
+    plan = make_plan(profile, flat(2 * d, memory=round(1.02 * needed)), options)
+    assert len(plan.stages) == 8
+    with pytest.raises(PlanError, match=r"but .* are available"):
+        make_plan(profile, flat(2 * d, memory=needed), options)
+
+
+def test_a_large_first_stage_takes_memory_that_the_others_of_its_device_do_not_need():
+    """Eight layers in eight stages on two ranks. The first is as large as two: rank 0 needs 5 layers, rank 1 four."""
+    options = PlanOptions(
+        num_ranks=2, batch_size=8, num_microbatches=8, schedule="interleaved", stages_per_rank=4, replicas=1
+    )
+    profile = chain(8, weight=2**20, saved=2**10, output=2**8)
+    spec = profile.graph.parameters["layer0.weight"]
+    parameters = {**profile.graph.parameters, "layer0.weight": dataclasses.replace(spec, shape=(2 * spec.shape[0],))}
+    profile = dataclasses.replace(profile, graph=dataclasses.replace(profile.graph, parameters=parameters))
+    needed = 4 * 5 * 2**20
+    plan = make_plan(profile, flat(2, memory=round(1.02 * needed)), options)
+    assert [stage.start for stage in plan.stages] == list(range(8))
+    assert sum(stage.peak_bytes for stage in plan.stages[::2]) <= 1.02 * needed
+    with pytest.raises(PlanError, match=r"but .* are available"):
+        make_plan(profile, flat(2, memory=needed), options)

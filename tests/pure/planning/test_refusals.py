@@ -6,6 +6,7 @@ import pytest
 from support.planning_cases import chain, machine
 
 from autopipe.errors import PlanError
+from autopipe.ir.cluster import MOST_RANKS
 from autopipe.ir.plan import Stage
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions, make_plan
@@ -216,3 +217,15 @@ def test_a_meaningless_option_is_refused(arguments, message):
 def test_consistent_counts_and_sizes_are_accepted():
     options = PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, microbatch_size=2)
     assert make_plan(chain(), machine(2, 0), options).num_microbatches == 4
+
+
+def test_no_cluster_larger_than_the_largest_is_suggested():
+    options = PlanOptions(
+        num_ranks=MOST_RANKS,
+        replicas=MOST_RANKS // 2,
+        batch_size=MOST_RANKS // 2,
+        num_microbatches=MOST_RANKS // 2,
+        recompute="stage",
+    )
+    error = refusal(chain(), machine(MOST_RANKS, 0.5), options)
+    assert error.remedy.startswith("no smaller change fits: use devices with ")
