@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autopipe import draws
 from autopipe.errors import ArtifactError
+from autopipe.ir.axes import Place, Segment
+from autopipe.team import Alone, Along, Team, cut
 
 
 class Container(nn.Module):
@@ -51,12 +53,16 @@ class Stage(Container):
     PARAMETERS: ClassVar[tuple[str, ...]] = ()  # further parameters to adopt
     BUFFERS: ClassVar[tuple[str, ...]] = ()  # further buffers to adopt
     CONSTANTS: ClassVar[tuple[str, ...]] = ()  # tensors that the forward reads, neither parameters nor buffers
+    TEAM: ClassVar[int] = 1  # members that run the stage together; see ``autopipe.team``
+    # what each member has of a tensor: its dimension that is cut, the size of the axis, and (length, inner) of segments
+    SHARDS: ClassVar[Mapping[str, Along]] = MappingProxyType({})
 
     _autopipe_draws: tuple[int, int, int] = (0, 0, 0)  # (run seed, minibatch, microbatch) of the next forward
     _autopipe_device: torch.device = torch.device("cpu")
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()  # adopted modules, and whether they train
     _autopipe_constants: tuple[str, ...] = ()  # of the code of other recordings
     _autopipe_stateless: Mapping[str, nn.Module] = MappingProxyType({})  # modules without parameters and buffers
+    _autopipe_team: Team = Alone()
     _autopipe_run: Callable[..., Any] | None = None  # runs the stage when gradients are on; see runtime.compiled
 
     @classmethod
@@ -100,6 +106,19 @@ class Stage(Container):
         stage._autopipe_stateless = {path: module for path, module in model.named_modules() if _is_stateless(module)}
         stage.training = any(module.training for module in model.modules())
         return stage
+
+    def join(self, team: Team) -> None:
+        """Become one member of a team: keep its part of every tensor that is cut. Each tensor stays the same object."""
+        self._autopipe_team = team
+        for name, (dimension, size, segments) in self.SHARDS.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                owner = owner._modules[part]  # type: ignore[assignment]  # ``adopt`` found it
+            tensor = owner._parameters.get(last, owner._buffers.get(last))
+            assert tensor is not None
+            place = Place(name, dimension, tuple(Segment(*segment) for segment in segments))
+            tensor.data = cut(tensor.data, place, size, team.member, team.size)
 
     def take_over(self, code: type[Stage], constants: Mapping[str, torch.Tensor]) -> None:
         """Prepare to run the code of another recording of the same model on the modules of this stage.

@@ -23,6 +23,7 @@ from autopipe.errors import TraceError
 from autopipe.generate.formatting import Doc, Group
 from autopipe.generate.targets import Imports, callable_text
 from autopipe.stage import Stage
+from autopipe.team import STAGE
 
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARISON, CONDITIONAL = range(20, 9, -1)
 _INFIX = {
@@ -156,6 +157,8 @@ class Writer:
         """
         if isinstance(value, fx.Node):
             return self._node(value)
+        if value is STAGE:
+            return Expression(("self",))
         if isinstance(value, torch.device) or (device and isinstance(value, str)):
             return self._device(torch.device(value))
         if isinstance(value, slice):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, fx
 
+from autopipe.ir.axes import Shard
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Boundary, Plan, Stage
@@ -35,6 +36,14 @@ class Captured(Protocol):
     @property
     def evaluation_note(self) -> str:
         """The reason why evaluation cannot use this graph, or ""."""
+
+    @property
+    def team(self) -> int:
+        """How many members run each stage together."""
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How the state of the model is cut over the members."""
 
     @property
     def divisor(self) -> CapturedDivisor | None:

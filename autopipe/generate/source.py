@@ -56,6 +56,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
         *names_of("PARAMETERS", part.parameters),
         *names_of("BUFFERS", part.buffers),
         *names_of("CONSTANTS", part.constants),
+        *_shards(capture, part),
         "",
         *forward,
     ]
@@ -144,6 +145,19 @@ def names_of(key: str, values: Sequence[str]) -> list[str]:
     if len(items) == 1:
         return wrapped((f"{key} = ", Group("(", ((*items[0], ","),), ")", comma=False)), 4)
     return wrapped((f"{key} = ", Group("(", items, ")")), 4)
+
+
+def _shards(capture: Captured, part: Part) -> list[str]:
+    """Return the lines that say what each member of a team has of the stage's state; none without a team."""
+    if capture.team == 1:
+        return []
+    read = {name for node in part.nodes for name in (*node.parameters, *node.buffers, *node.constants)}
+    own = {name: shard for name, shard in capture.shards.items() if name in read}
+    items: list[Doc] = []
+    for name, shard in own.items():
+        segments = tuple((segment.length, segment.inner) for segment in shard.place.segments)
+        items.append((quoted(name), ": ", repr((shard.place.dimension, shard.size, segments))))
+    return [f"    TEAM = {capture.team}", *(wrapped(("SHARDS = ", Group("{", tuple(items), "}")), 4) if items else [])]
 
 
 def _extent(part: Part) -> str:

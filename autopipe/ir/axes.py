@@ -13,7 +13,7 @@ every node of the graph on what it holds, with these changes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopipe.ir.artifact import OMIT_DEFAULT
@@ -160,3 +160,16 @@ class Axis:
         """Return whether both cannot be in one set: a tensor or a call would be cut along both."""
         ours = {*self.nodes, *(place.name for place in (*self.parameters, *self.state))}
         return any(name in ours for name in (*other.nodes, *(p.name for p in (*other.parameters, *other.state))))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a tensor is cut."""
+
+    place: Place
+    size: int  # of the axis
+
+
+def shards_of(axes: Iterable[Axis]) -> Mapping[str, Shard]:
+    """Return how the state of a model is cut, by name."""
+    return {place.name: Shard(place, axis.size) for axis in axes for place in (*axis.parameters, *axis.state)}

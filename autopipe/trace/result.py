@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import field
 
 from torch import Tensor, fx
 
+from autopipe.ir.axes import Shard
 from autopipe.ir.graph import Graph
 from autopipe.trace.evaluation import Arguments
 from autopipe.trace.loss.divisor import Divisor
@@ -25,6 +28,8 @@ class Capture:
     notes: tuple[str, ...]  # messages for the user
     exact: bool | None = None  # whether verification found every bit equal; None if it did not run
     divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
+    team: int = 1  # members that run it together; see ``trace.teams``
+    shards: Mapping[str, Shard] = field(default_factory=dict)  # what each member has of parameters, buffers, constants
 
 
 def with_own_constants(capture: Capture, suffix: str) -> Capture:

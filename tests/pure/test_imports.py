@@ -15,7 +15,7 @@ SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / fold
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
-_FORWARD = {*_BASE, "casts", "draws", "guards", "sparse", "strides"}  # needed by a forward in any process
+_FORWARD = {*_BASE, "casts", "draws", "guards", "sparse", "strides", "team"}  # needed by a forward in any process
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "strides": set(),
     "ir": {"errors", "units"},
     "guards": {"errors", "ir"},
-    "stage": {"errors", "ir", "draws", "guards"},
+    "team": {"ir"},
+    "stage": {"errors", "ir", "draws", "guards", "team"},
     "schedules": _BASE,
     "planning": {*_BASE, "schedules"},
     "report": {*_BASE, "schedules", "planning"},

@@ -1,0 +1,241 @@
+"""Calls of generated stage files in which the members of a team exchange tensors.
+
+A *team* is the processes that run one stage together. Each has ``1/t`` of the tensors that carry an axis (``ir.axes``),
+and all of every other tensor. Every member runs the same file. What it exchanges with the others is written there:
+``entered`` and ``summed`` around the products that are cut, and one function for each call that adds over an axis in
+another way. Sums are in the order of the members, so all of them have the same result, bit for bit.
+
+Source of ``entered`` and ``summed``: Megatron-LM (arXiv:1909.08053), section 3, where they are called f and g.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopipe.ir.axes import Place, Segment
+
+Along = tuple[int, int, tuple[tuple[int, int], ...]]
+"""Where a value carries an axis: its dimension, the size of the axis, and (length, inner) of each segment."""
+
+
+class Team(Protocol):
+    """The members that run a stage together, as one of them sees it."""
+
+    member: int
+    size: int
+
+    def add(self, tensor: Tensor) -> None:
+        """Sum a tensor over the members, in place and in their order."""
+
+
+class Alone:
+    """A team of one member."""
+
+    member, size = 0, 1
+
+    def add(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+
+class Member(Protocol):
+    """A stage, as the functions here use it."""
+
+    _autopipe_team: Team
+    _autopipe_draws: tuple[int, int, int]
+
+
+class _Unplaced:
+    """Stands for the stage in a graph: the writer replaces it by ``self``; without a team, it is one member."""
+
+    _autopipe_team: Team = Alone()
+    _autopipe_draws = (0, 0, 0)
+
+    def __repr__(self) -> str:
+        return "STAGE"
+
+
+STAGE = _Unplaced()
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        ctx.team.add(total)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, team: Team) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        team.add(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def entered(stage: Member, value: Tensor) -> Tensor:
+    """Return a value that all members have. Backward: the members' gradients are summed."""
+    result: Tensor = _Entered.apply(value, stage._autopipe_team)  # type: ignore[no-untyped-call]  # untyped in torch
+    return result
+
+
+def summed(stage: Member, part: Tensor) -> Tensor:
+    """Return the sum of the members' parts. Backward: each member's gradient as it is."""
+    result: Tensor = _Summed.apply(part, stage._autopipe_team)  # type: ignore[no-untyped-call]  # untyped in torch
+    return result
+
+
+def summed_linear(stage: Member, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``linear(value, weight, bias)`` whose inputs are cut: the products are summed, and the bias added once."""
+    return summed(stage, functional.linear(value, weight)) + bias
+
+
+def summed_addmm(stage: Member, bias: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """Return ``addmm(bias, value, weight)`` whose inner dimension is cut."""
+    return summed(stage, value @ weight) + bias
+
+
+# --- vocabularies -----------------------------------------------------------------------------------------------------
+
+
+def looked_up(stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Return ``embedding(ids, weight)`` of a table whose rows are cut: the member that has a row contributes it."""
+    local, others = _own(stage, ids, weight.shape[0])
+    rows = functional.embedding(local, weight)
+    if padding_idx is not None:
+        rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
+    return summed(stage, rows.masked_fill(others[..., None], 0.0))
+
+
+def _own(stage: Member, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the indices among a member's rows, 0 for those of others, and a mask of the others."""
+    local = ids - stage._autopipe_team.member * count
+    others = (local < 0) | (local >= count)
+    return local.masked_fill(others, 0), others
+
+
+def _highest(stage: Member, value: Tensor, dim: int) -> Tensor:
+    """Return the maximum over a dimension that is cut."""
+    team = stage._autopipe_team
+    own = value.detach().amax(dim, keepdim=True)
+    of_all = own.new_zeros(team.size, *own.shape)
+    of_all[team.member] = own  # a sum with zeros is exact
+    team.add(of_all)
+    return of_all.amax(0)
+
+
+def _shifted(stage: Member, logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return logits minus their maximum over all classes, and the log of the sum of their exponentials."""
+    shifted = logits - _highest(stage, logits, dim)
+    return shifted, summed(stage, shifted.exp().sum(dim, keepdim=True)).log()
+
+
+def _entry(stage: Member, values: Tensor, target: Tensor, dim: int) -> Tensor:
+    """Return the entry of each sample's class."""
+    local, others = _own(stage, target, values.shape[dim])
+    return summed(stage, values.gather(dim, local.unsqueeze(dim)).masked_fill(others.unsqueeze(dim), 0.0))
+
+
+def _reduced(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    ignored = target == ignore_index
+    loss = loss.masked_fill(ignored, 0.0)
+    if reduction == "mean":
+        return loss.sum() / (~ignored).sum()
+    return loss.sum() if reduction == "sum" else loss
+
+
+def vocabulary_cross_entropy(
+    stage: Member, logits: Tensor, target: Tensor, dim: int, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Return ``cross_entropy(logits, target)`` of logits whose classes, in dimension ``dim``, are cut."""
+    shifted, normalizer = _shifted(stage, logits, dim)
+    loss = (normalizer - _entry(stage, shifted, target, dim)).squeeze(dim)
+    return _reduced(loss, target, ignore_index, reduction)
+
+
+def vocabulary_log_softmax(stage: Member, logits: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``log_softmax(logits, dim)`` of logits whose classes are cut; so is the result."""
+    shifted, normalizer = _shifted(stage, logits, dim)
+    result = shifted - entered(stage, normalizer)
+    return result if dtype is None else result.to(dtype)
+
+
+def vocabulary_nll(
+    stage: Member, logs: Tensor, target: Tensor, dim: int, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Return ``nll_loss(logs, target)`` of log-probabilities whose classes, in dimension ``dim``, are cut."""
+    loss = (-_entry(stage, logs, target, dim)).squeeze(dim)
+    return _reduced(loss, target, ignore_index, reduction)
+
+
+# --- random draws -----------------------------------------------------------------------------------------------------
+
+
+def cut(whole: Tensor, place: Place, size: int, member: int, team: int) -> Tensor:
+    """Return a member's part of a tensor. ``size``: of the axis."""
+    ranges = place.ranges(whole.shape[place.dimension], size, member, team)
+    return torch.cat([whole.narrow(place.dimension, start, stop - start) for start, stop in ranges], place.dimension)
+
+
+def _mask(stage: Member, like: Tensor, rate: float, along: Along) -> Tensor:
+    """Return a member's part of the dropout mask of the complete value: masks are those of one process."""
+    team, (dimension, size, segments) = stage._autopipe_team, along
+    shape = list(like.shape)
+    shape[dimension] *= team.size
+    mask = functional.dropout(torch.ones(shape, dtype=like.dtype, device=like.device), rate, training=True)
+    place = Place("mask", dimension, tuple(Segment(*segment) for segment in segments))
+    return cut(mask, place, size, team.member, team.size)
+
+
+def dropped(stage: Member, value: Tensor, rate: float, along: Along) -> Tensor:
+    """Return ``dropout(value, rate)`` of a value that is cut."""
+    return value * _mask(stage, value, rate, along) if rate else value
+
+
+def attended(
+    stage: Member,
+    along: Along,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return ``scaled_dot_product_attention`` with dropout for a member's heads.
+
+    The fused kernel draws its own mask, so this computes the formula of its documentation. Its memory is that of the
+    scores.
+    """
+    if not dropout_p:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        lower = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~lower, float("-inf"))
+    if attn_mask is not None:
+        is_allowed = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_allowed else scores + attn_mask
+    weights = scores.softmax(-1)
+    return (weights * _mask(stage, weights, dropout_p, along)) @ value

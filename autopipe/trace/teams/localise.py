@@ -1,0 +1,312 @@
+"""Rewrite a captured graph to that of a member: sizes divided, and what members exchange as calls of its own.
+
+Every value keeps its name, so that boundaries, ties and draws are those of the complete model. Values are added where
+members exchange: ``NAME_entered`` is a value as the calls of an axis read it, and ``NAME_part`` is what one member adds
+to ``NAME``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from autopipe import team
+from autopipe.errors import TraceError
+from autopipe.ir.axes import (
+    ADDED,
+    ADDED_BEFORE_BIAS,
+    CROSS_ENTROPY,
+    LOG_SOFTMAX,
+    LOOKED_UP,
+    PICKED,
+    Axis,
+    Place,
+    Rewrite,
+    shards_of,
+)
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.tensor import TensorSpec
+from autopipe.team import STAGE
+from autopipe.trace.record.canonical import arguments_text
+from autopipe.trace.result import Capture
+from autopipe.trace.teams.arguments import along, floor_divided, replaced
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def of_team(capture: Capture, axes: Sequence[Axis], size: int) -> Capture:
+    """Return the capture of each member of a team of ``size`` that shards ``axes``, a set without conflicts.
+
+    Its module has the user's modules and tensors, complete: a stage cuts them when it adopts them.
+
+    Raises: TraceError for an axis that no generated code can shard yet; ValueError if an axis cannot be divided.
+    """
+    return _Localiser(capture, axes, size).capture()
+
+
+class _Localiser:
+    def __init__(self, capture: Capture, axes: Sequence[Axis], size: int) -> None:
+        self._of, self._axes, self._size = capture, axes, size
+        self._carried = {place.name: (axis, place) for axis in axes for place in axis.values}
+        self._rewrites: dict[str, list[Rewrite]] = {}
+        for rewrite in (rewrite for axis in axes for rewrite in axis.rewrites):
+            self._rewrites.setdefault(rewrite.node, []).append(rewrite)
+        self._entries = {(entry.value, node): axis for axis in axes for entry in axis.entries for node in entry.readers}
+        self._sums = {entry.node: entry.how for axis in axes for entry in axis.sums}
+        self._draws = {node: axis for axis in axes for node in axis.draws}
+        self._described = {node.name: node for node in capture.graph.nodes}
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}  # of the whole graph -> of a member's
+        self._entered: dict[tuple[str, str], fx.Node] = {}  # (value, axis) -> the value as the axis's calls read it
+        self._read: dict[str, fx.Node] = {}  # parameters of modules that other functions read instead
+        self._nodes: list[Node] = []
+        self._evaluation: dict[str, Arguments] = {}
+
+    def capture(self) -> Capture:
+        for node in self._of.module.graph.nodes:
+            self._copy(node)
+        graph = self._localised(self._of.graph)
+        module = fx.GraphModule(self._of.module, self._graph, type(self._of.module).__name__)
+        for node in module.graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                node.meta["node"] = next(entry for entry in graph.nodes if entry.name == node.name)
+        return dataclasses.replace(
+            self._of,
+            graph=graph,
+            module=module,
+            evaluation=self._evaluation,
+            team=self._size,
+            shards=shards_of(self._axes),
+        )
+
+    def _localised(self, whole: Graph) -> Graph:
+        places = {place.name: (axis, place) for axis in self._axes for place in (*axis.parameters, *axis.state)}
+
+        def local(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+            return {name: self._cut(spec, places[name][1]) if name in places else spec for name, spec in specs.items()}
+
+        return dataclasses.replace(
+            whole,
+            nodes=tuple(self._nodes),
+            parameters=local(whole.parameters),
+            buffers=local(whole.buffers),
+            axes=(),
+            whole=(),
+        )
+
+    def _cut(self, spec: TensorSpec, place: Place) -> TensorSpec:
+        shape = list(spec.shape)
+        shape[place.dimension] = floor_divided(shape[place.dimension], self._size)
+        return dataclasses.replace(spec, shape=tuple(shape))
+
+    def _copy(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr", "output"):
+            self._values[node] = self._graph.node_copy(node, lambda value: self._values[value])
+            return
+        arguments = self._arguments(node, node.args, node.kwargs)
+        evaluated = self._of.evaluation.get(node.name)
+        in_evaluation = arguments if evaluated is None else self._arguments(node, *evaluated)
+        if self._sums.get(node.name) == ADDED:
+            part = self._part(node, arguments)
+            if evaluated is not None:
+                self._evaluation[part.name] = in_evaluation
+            self._put(node, team.summed, ((STAGE, part), {}))
+            return
+        target, call = self._own_call(node, arguments)
+        self._put(node, target, call)
+        if evaluated is not None or target is team.dropped:
+            self._evaluation[node.name] = self._own_call(node, in_evaluation, training=False)[1]
+
+    def _own_call(self, node: fx.Node, arguments: Arguments, *, training: bool = True) -> tuple[Any, Arguments]:
+        """Return what a member calls for a node: the target, and its arguments."""
+        how = self._sums.get(node.name)
+        if how is not None:
+            make = _CALLS.get(how)
+            if make is None:
+                raise TraceError(
+                    f"{node.target}: a team cannot run this call yet ({how})", remedy="train without tensor parallelism"
+                )
+            return make(self, node, arguments)
+        if node.name in self._draws:
+            return self._drawn(node, arguments, training)
+        return node.target, arguments
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _arguments(self, node: fx.Node, own: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        """Return the arguments of a member's call: values as they enter, and local sizes."""
+
+        def value(operand: fx.Node) -> fx.Node:
+            axis = self._entries.get((operand.name, node.name))
+            return self._values[operand] if axis is None else self._enter(operand, axis)
+
+        args, kwargs = fx.map_arg(own, value), dict(fx.map_arg(named, value))
+        for rewrite in self._rewrites.get(node.name, ()):
+            first, *rest = rewrite.path
+            if isinstance(first, int):
+                args = replaced(args, [first, *rest], self._divided)
+            else:
+                kwargs[first] = replaced(kwargs[first], rest, self._divided)
+        return args, kwargs
+
+    def _divided(self, count: Any) -> Any:
+        if not isinstance(count, fx.Node):
+            return count // self._size
+        raise TraceError(
+            f"a size that is computed from the batch ({count.name}) counts along an axis that a team shards",
+            remedy="train without tensor parallelism",
+        )
+
+    def _enter(self, operand: fx.Node, axis: Axis) -> fx.Node:
+        key = operand.name, axis.name
+        if key not in self._entered:
+            number = sum(value == operand.name for value, _ in self._entered)
+            name = f"{operand.name}_entered" + (f"_{number + 1}" if number else "")
+            value = self._values[operand]
+            arguments: Any = (STAGE, value)
+            entered = self._graph.create_node("call_function", team.entered, arguments, name=name)
+            entered.meta = {key: entry for key, entry in operand.meta.items() if key != "random"}
+            self._entered[key] = entered
+            spec = self._described[operand.name].spec if operand.name in self._described else None
+            if operand.op == "placeholder":
+                spec = next(entry.spec for entry in self._of.graph.inputs if entry.name == operand.name)
+            self._describe(entered, self._described.get(operand.name), spec, storage=operand.name)
+        return self._entered[key]
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _put(self, node: fx.Node, target: Any, arguments: Arguments) -> None:
+        """Add a member's call of a node."""
+        op = node.op if target is node.target else "call_function"
+        call = self._values[node] = self._graph.create_node(op, target, *arguments, name=node.name)
+        call.meta = dict(node.meta)
+        about = self._described[node.name]
+        self._describe(call, about, self._local(node.name, about.spec))
+        if target is team.summed:
+            self._nodes[-1] = dataclasses.replace(self._nodes[-1], parameters=(), num_random=0, storage="", glued=False)
+
+    def _part(self, node: fx.Node, arguments: Arguments) -> fx.Node:
+        """Add the call of a node whose result is summed over the members."""
+        part = self._graph.create_node(node.op, node.target, *arguments, name=f"{node.name}_part")
+        part.meta = {key: entry for key, entry in node.meta.items() if key != "val"}
+        about = self._described[node.name]
+        self._describe(part, about, about.spec)
+        return part
+
+    def _local(self, name: str, spec: TensorSpec | None) -> TensorSpec | None:
+        return self._cut(spec, self._carried[name][1]) if spec is not None and name in self._carried else spec
+
+    def _describe(self, call: fx.Node, about: Node | None, spec: TensorSpec | None, storage: str | None = None) -> None:
+        """Describe a call as that of the complete model, with its own target and arguments."""
+        about = about or Node(call.name, call.op, "", (), spec)
+        module = self._of.module.get_submodule(str(call.target)) if call.op == "call_module" else None
+        function: Any = call.target
+        own = call.op == "call_function" and getattr(function, "__module__", "") == team.__name__
+        self._nodes.append(
+            dataclasses.replace(
+                about,
+                name=call.name,
+                kind=call.op,
+                target=f"{team.__name__}.{function.__name__}" if own else about.target,
+                inputs=tuple(value.name for value in call.all_input_nodes if value.op != "get_attr"),
+                spec=spec,
+                arguments=arguments_text(call, self._of.constants, module),
+                storage=about.storage if storage is None else storage,
+                parameters=() if storage is not None else about.parameters,
+                num_random=0 if storage is not None else about.num_random,
+                glued=False if storage is not None else about.glued,
+            )
+        )
+
+    def _state(self, node: fx.Node, names: Sequence[str]) -> list[fx.Node | None]:
+        """Return reads of the parameters of the module that a node calls."""
+        module = self._module(node)
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise TraceError(
+                f"module {node.target} has forward hooks, and its call adds over the members of a team",
+                remedy="remove the hooks, or train without tensor parallelism",
+            )
+        return [
+            self._attribute(f"{node.target}.{name}") if getattr(module, name, None) is not None else None
+            for name in names
+        ]
+
+    def _attribute(self, target: str) -> fx.Node:
+        if target not in self._read:
+            self._read[target] = self._graph.create_node("get_attr", target)
+        return self._read[target]
+
+    def _module(self, node: fx.Node) -> nn.Module:
+        return self._of.module.get_submodule(str(node.target))
+
+    def _before_bias(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
+        args, kwargs = arguments
+        if node.op == "call_module":
+            return team.summed_linear, ((STAGE, args[0], *self._state(node, ("weight", "bias"))), {})
+        names = ("input", "weight", "bias") if getattr(node.target, "__name__", "") == "linear" else _OF_ADDMM
+        operands = [*args, *(kwargs[name] for name in names[len(args) :])]
+        target = team.summed_linear if names is not _OF_ADDMM else team.summed_addmm
+        return target, ((STAGE, *operands), {})
+
+    def _looked_up(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
+        args, kwargs = arguments
+        if node.op == "call_module":
+            padding: Any = self._module(node).padding_idx
+            weight = self._state(node, ("weight",))[0]
+        else:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        return team.looked_up, ((STAGE, args[0], weight, *(() if padding is None else (padding,))), {})
+
+    def _cross_entropy(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
+        return team.vocabulary_cross_entropy, self._loss(node, arguments)
+
+    def _picked(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
+        return team.vocabulary_nll, self._loss(node, arguments)
+
+    def _loss(self, node: fx.Node, arguments: Arguments) -> Arguments:
+        args, kwargs = arguments
+        if node.op == "call_module":
+            kwargs = {name: getattr(self._module(node), name) for name in ("ignore_index", "reduction")}
+        operands = [args[0], args[1] if len(args) > 1 else kwargs["target"], self._classes(node)]
+        return (STAGE, *operands), {k: v for k, v in kwargs.items() if k in ("ignore_index", "reduction")}
+
+    def _log_softmax(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
+        args, kwargs = arguments
+        dtype = kwargs.get("dtype")
+        return team.vocabulary_log_softmax, (
+            (STAGE, args[0], self._classes(node)),
+            {} if dtype is None else {"dtype": dtype},
+        )
+
+    def _classes(self, node: fx.Node) -> int:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        return self._carried[operand.name][1].dimension
+
+    def _drawn(self, node: fx.Node, arguments: Arguments, training: bool) -> tuple[Callable[..., Any], Arguments]:
+        args, kwargs = arguments
+        place = along(self._carried[node.name][1], self._draws[node.name].size)
+        if getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
+            return team.attended, ((STAGE, place, *args), kwargs)
+        if node.op == "call_module":
+            rate: Any = self._module(node).p
+        else:
+            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        return team.dropped, ((STAGE, args[0], rate if training else 0.0, place), {})
+
+
+_OF_ADDMM = ("input", "mat1", "mat2")
+_CALLS: dict[str, Callable[[_Localiser, fx.Node, Arguments], tuple[Callable[..., Any], Arguments]]] = {
+    ADDED_BEFORE_BIAS: _Localiser._before_bias,
+    LOOKED_UP: _Localiser._looked_up,
+    CROSS_ENTROPY: _Localiser._cross_entropy,
+    LOG_SOFTMAX: _Localiser._log_softmax,
+    PICKED: _Localiser._picked,
+}
+"""How a call adds over its axis -> the function of ``autopipe.team`` and its arguments."""
+
+__all__ = ["of_team"]
