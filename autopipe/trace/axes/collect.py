@@ -25,6 +25,8 @@ from autopipe.trace.axes.leaves import Dims
 _WITH_BIAS = (ADDED_BEFORE_BIAS, MULTIHEAD)  # what is added after the sum is not an entry
 _BY_INDEX = (LOOKED_UP, CROSS_ENTROPY, PICKED)  # a member has one range of the indices
 
+_OFTEN = ("taken apart", "a dimension of the batch")  # reasons of sizes beside the one that could be an axis
+
 
 @dataclass(frozen=True)
 class ModelAxes:
@@ -42,6 +44,7 @@ class Collector:
         self._reading = reading
         self._leaves = reading.leaves
         self._reasons = reading.leaves.whole()
+        self._varying = reading.leaves.varying()
         self._values: dict[int, list[Place]] = defaultdict(list)
         self._state: dict[int, list[Place]] = defaultdict(list)
         self._carriers: dict[str, set[int]] = defaultdict(set)  # value or state -> leaves
@@ -86,7 +89,7 @@ class Collector:
         """Record which leaves a tensor carries, and where."""
         once: set[int] = set()
         for at, dimension in enumerate(dims):
-            carried, hidden = self._leaves.carried(dimension)
+            carried, hidden = self._leaves.carried(dimension, self._varying)
             for leaf in hidden:
                 self._reasons.setdefault(leaf, "a part of a dimension only")
             for leaf, segments in carried.items():
@@ -170,7 +173,8 @@ class Collector:
         if dims is None:
             return "not read by a call that is followed"
         leaves = [leaf for dimension in dims for leaf in self._leaves.everything(dimension)]
-        return next((self._reasons[leaf] for leaf in leaves if leaf in self._reasons), "never added over")
+        reasons = [self._reasons[leaf] for leaf in leaves if leaf in self._reasons] or ["never added over"]
+        return next((why for why in reasons if why not in _OFTEN), reasons[0])
 
 
 class _ByLeaf:

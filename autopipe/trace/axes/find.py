@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.tensor import TensorSpec
 from autopipe.trace.axes import attention, elementwise, lookups, products, reductions, shapes
 from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles, shape_of
 from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
@@ -50,17 +51,19 @@ class Reader:
 
     def read(self) -> Reading:
         """Read all calls."""
-        described = {node.name: node for node in self._graph.nodes}
+        described: dict[str, TensorSpec | None] = {entry.name: entry.spec for entry in self._graph.inputs}
+        described |= {node.name: node.spec for node in self._graph.nodes}
         for node in self._module.graph.nodes:
             if node.op == "placeholder":
                 self._values[node.name] = self._whole(self._shape(node), "a dimension of the batch")
+                self._mark_dynamic(node.name, described[node.name])
             elif node.op == "output":
                 for value in node.all_input_nodes:
                     self._mark(self._dims(value), "the model's result")
             elif node.op != "get_attr":
                 self._call(node)
                 if node.name in described:  # the sizes of the batch are not
-                    self._mark_dynamic(node.name, described[node.name].spec)
+                    self._mark_dynamic(node.name, described[node.name])
         return self.reading
 
     @property
@@ -107,7 +110,7 @@ class Reader:
         elif isinstance(dims, list):
             raise NoRuleError("its result is not one tensor")
 
-    def _mark_dynamic(self, name: str, spec: Any) -> None:
+    def _mark_dynamic(self, name: str, spec: TensorSpec | None) -> None:
         """Mark sizes that differ from batch to batch."""
         dims = self._values.get(name)
         if spec is None or not isinstance(dims, list):
@@ -115,7 +118,7 @@ class Reader:
         for size, dimension in zip(spec.shape, dims, strict=True):
             flat = self.reading.leaves.flat(dimension)
             if isinstance(size, str) and len(flat) == 1:
-                self.reading.leaves.mark_whole(flat, "a dimension of the batch")
+                self.reading.leaves.mark_varying(flat)
 
     def _name(self, node: fx.Node) -> str:
         """Return the name of a function of torch or a method, or "" for another function."""

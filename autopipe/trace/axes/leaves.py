@@ -29,6 +29,7 @@ class Leaves:
         self._factors: dict[int, Dimension] = {}
         self._segments: dict[int, list[Dimension]] = {}
         self._whole: list[tuple[int, str]] = []
+        self._varying: list[int] = []
 
     def new(self, size: int) -> Dimension:
         """Return a dimension with a leaf of its own."""
@@ -64,6 +65,16 @@ class Leaves:
     def mark_whole(self, leaves: Iterable[int], why: str) -> None:
         """Forbid to shard these leaves, and all that they are or will be unified with."""
         self._whole += [(leaf, why) for leaf in leaves]
+
+    def mark_varying(self, leaves: Iterable[int]) -> None:
+        """Mark leaves whose size differs from batch to batch. They stay whole."""
+        varying = [*leaves]
+        self._varying += varying
+        self.mark_whole(varying, "a dimension of the batch")
+
+    def varying(self) -> frozenset[int]:
+        """Return the undivided leaves whose size differs from batch to batch."""
+        return frozenset(self.everything(self._varying))
 
     def whole(self) -> dict[int, str]:
         """Return the undivided leaves that must stay whole, each with the first reason."""
@@ -199,8 +210,13 @@ class Leaves:
 
     # --- where a dimension carries a leaf -----------------------------------------------------------------------------
 
-    def carried(self, dimension: Dimension) -> tuple[dict[int, tuple[Segment, ...]], set[int]]:
-        """Return where a dimension carries its undivided leaves, and the leaves whose place cannot be expressed."""
+    def carried(
+        self, dimension: Dimension, varying: frozenset[int] = frozenset()
+    ) -> tuple[dict[int, tuple[Segment, ...]], set[int]]:
+        """Return where a dimension carries its undivided leaves, and the leaves whose place cannot be expressed.
+
+        ``varying``: the leaves whose size differs from batch to batch, which have no place outside of one of these.
+        """
         flat = self.flat(dimension)
         parts = self._segments.get(flat[0]) if len(flat) == 1 else None
         if parts is None:
@@ -208,16 +224,17 @@ class Leaves:
             for index, leaf in enumerate(flat):
                 places[leaf] = (Segment(0, self.length(flat[index + 1 :])),)
             hidden = {leaf for outer in flat if outer in self._segments for leaf in self.everything([outer])}
+            hidden |= {leaf for index, leaf in enumerate(flat) if varying.intersection(flat[index + 1 :])}
             return places, hidden | {leaf for leaf in flat if flat.count(leaf) > 1}
-        each = [self._in_segment(part) for part in parts]
+        each = [self._in_segment(part, varying) for part in parts]
         common = set.intersection(*({*places} for places, _ in each))
         everywhere = {leaf for part in parts for leaf in self.everything(part)}
         places = {leaf: sum((places[leaf] for places, _ in each), ()) for leaf in common}
         hidden = (everywhere - common).union(*(bad for _, bad in each))
         return {flat[0]: (Segment(0, 1),), **places}, hidden | {flat[0]}
 
-    def _in_segment(self, part: Dimension) -> tuple[dict[int, tuple[Segment, ...]], set[int]]:
-        places, hidden = self.carried(part)
+    def _in_segment(self, part: Dimension, varying: frozenset[int]) -> tuple[dict[int, tuple[Segment, ...]], set[int]]:
+        places, hidden = self.carried(part, varying)
         length = self.length(part)
         sized = {
             leaf: tuple(Segment(segment.length or length, segment.inner) for segment in segments)

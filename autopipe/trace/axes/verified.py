@@ -35,8 +35,9 @@ def choose_verified(
 ) -> Verified:
     """Return the axes that a team shards (``ir.axis_sets.choose``) and that hold on a batch.
 
-    In place of an axis that does not hold, those that it excluded are chosen. A model without memory (on the meta
-    device) is not verified, and a note says so.
+    ``leaves``: the tensors of a batch by input, preferably of another size than the captured batch, so that a number
+    that depends on it is noticed. In place of an axis that does not hold, those that it excluded are chosen. A model
+    without memory (on the meta device) is not verified, and a note says so.
     """
     if any(parameter.is_meta for parameter in capture.module.parameters()):
         return Verified(choose(capture.graph, axes, team), ("axes are not verified: the model is on the meta device",))

@@ -88,6 +88,16 @@ class GroupedSplit(Grouped):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
 
 
+class HeadsFirst(Attention):
+    """Heads and batch in one dimension, in this order: the members' parts lie a batch apart."""
+
+    def attend(self, q, k, v):
+        b, heads, length, size = q.shape
+        q, k, v = (part.transpose(0, 1).reshape(heads * b, length, size) for part in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v)
+        return y.view(heads, b, length, size).transpose(0, 1)
+
+
 class Separate(GroupedSplit):
     """The queries have a projection of their own, and keys and values one for both."""
 

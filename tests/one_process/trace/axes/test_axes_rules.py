@@ -10,6 +10,7 @@ from support.models.axes import (
     Double,
     Grouped,
     GroupedSplit,
+    HeadsFirst,
     Interleaved,
     Merged,
     Module,
@@ -148,6 +149,13 @@ def test_an_assignment_to_a_part_stays_whole():
 
     _, whole = sharded(lambda: Body(Wide(assigned)))
     assert "setitem" in whole["inner.up.weight"]
+
+
+def test_heads_outside_of_the_batch_stay_whole():
+    # where a member's part begins would depend on the size of the batch
+    axes, whole = sharded(lambda: Body(HeadsFirst()))
+    assert axes == ()
+    assert whole["inner.qkv.bias"] == "a part of a dimension only"
 
 
 def test_a_size_that_the_team_does_not_divide_stays_whole():
