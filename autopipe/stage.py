@@ -57,6 +57,8 @@ class Stage(Container):
     # what each member has of a tensor: its dimension that is cut, the size of the axis, and (length, inner) of segments
     SHARDS: ClassVar[Mapping[str, Along]] = MappingProxyType({})
 
+    PARTIAL: ClassVar[tuple[str, ...]] = ()  # complete parameters whose gradients are summed over the members
+
     _autopipe_draws: tuple[int, int, int] = (0, 0, 0)  # (run seed, minibatch, microbatch) of the next forward
     _autopipe_device: torch.device = torch.device("cpu")
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()  # adopted modules, and whether they train

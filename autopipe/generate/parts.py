@@ -46,6 +46,10 @@ class Captured(Protocol):
         """How the state of the model is cut over the members."""
 
     @property
+    def partial(self) -> tuple[str, ...]:
+        """Complete parameters whose gradients are summed over the members."""
+
+    @property
     def divisor(self) -> CapturedDivisor | None:
         """The divisor of the loss; None if it is the number of samples."""
 

@@ -157,7 +157,15 @@ def _shards(capture: Captured, part: Part) -> list[str]:
     for name, shard in own.items():
         segments = tuple((segment.length, segment.inner) for segment in shard.place.segments)
         items.append((quoted(name), ": ", repr((shard.place.dimension, shard.size, segments))))
-    return [f"    TEAM = {capture.team}", *(wrapped(("SHARDS = ", Group("{", tuple(items), "}")), 4) if items else [])]
+    partial = names_of(
+        "PARTIAL",
+        [name for name in dict.fromkeys(p for node in part.nodes for p in node.parameters) if name in capture.partial],
+    )
+    return [
+        f"    TEAM = {capture.team}",
+        *partial,
+        *(wrapped(("SHARDS = ", Group("{", tuple(items), "}")), 4) if items else []),
+    ]
 
 
 def _extent(part: Part) -> str:

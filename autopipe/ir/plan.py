@@ -200,6 +200,8 @@ class Plan:
     schedule_text: str = ""  # the user's own grid, for the schedule ``custom``
     # replicas divide the optimizer state of their stage by whole parameters
     shard_optimizer: bool = field(default=False, metadata=OMIT_DEFAULT)
+    # members of each rank, which share out the tensors that carry an axis (``ir.axes``); the graph is that of a member
+    team: int = field(default=1, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -225,6 +227,8 @@ class Plan:
         ranks = {rank for stage in self.stages for rank in stage.ranks}
         if len(ranks) != self.num_ranks or ranks != set(range(len(ranks))):
             raise ValueError(f"the stages must use all of {self.num_ranks} ranks, and use {sorted(ranks)}")
+        if self.team < 1:
+            raise ValueError(f"a team needs at least one member, and has {self.team}")
         if not 1 <= self.num_microbatches <= self.batch_size < 2**31:
             raise ValueError(
                 f"a batch of {self.batch_size} samples cannot be split into {self.num_microbatches} microbatches"
@@ -242,7 +246,13 @@ class Plan:
         order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
         # an optimizer that looks beyond a parameter steps otherwise in a shard
         sharded = [self.shard_optimizer] if self.shard_optimizer else []
-        return digest((self.graph_digest, stages, self.ties, *order, *sharded))
+        members = [("team", self.team)] if self.team > 1 else []
+        return digest((self.graph_digest, stages, self.ties, *order, *sharded, *members))
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of a run: the members of all ranks."""
+        return self.num_ranks * self.team
 
     @property
     def flops_per_sample(self) -> float:

@@ -37,10 +37,12 @@ from autopipe.runtime.step.sharding import OptimizerShard
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.transport.base import Transport
+from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import REGISTRY, make
 from autopipe.schedules.spilling.spilled import LATE
 from autopipe.stage import Stage
+from autopipe.team import Alone
 from autopipe.workload import Workload
 
 
@@ -112,6 +114,8 @@ class RankAssembly:
         carries_gradient = Recording.of(plan, graph).carries_gradient
         runners = {}
         for planned, stage in zip(own, stages, strict=True):
+            if isinstance(self.transport, TeamTransport):
+                stage.join(self.transport)
             stage.place(torch.device(job.device), parameters=not REGISTRY[plan.schedule].spills)
             if job.compile:
                 compile_stage(stage, functools.partial(self.reporter.at, waiting=False))
@@ -172,6 +176,8 @@ class RankAssembly:
             scaler=scaler,
             on_nonfinite=job.on_nonfinite,
             on_gradients=self.on_gradients,
+            team=transport if isinstance(transport, TeamTransport) else Alone(),
+            cut={name for runner in runners.values() for name in runner.stage.SHARDS},
         )
         owned = {index: ties.owned(index) for index in runners}
         shards = {
@@ -189,6 +195,7 @@ class RankAssembly:
             ties=ties,
             replicas=replica_syncs(context, runners, transport),
             shards=shards,
+            partial={index: runner.stage.PARTIAL for index, runner in runners.items()},
             gradients=gradients,
             loss=loss,
             reporter=reporter,

@@ -38,6 +38,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import Transport, TransportClosed
+from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
 from autopipe.schedules.spilling.spill import spill
@@ -165,7 +166,9 @@ class RankSession:
         )
         if who == "one":
             return OneReads(source, self._recordings, self.transport, self.reporter, self._placement, training)
-        exchange = DigestExchange(self.transport, evaluating=not training)
+        transport = self.transport
+        processes = transport.processes if isinstance(transport, TeamTransport) else transport
+        exchange = DigestExchange(processes, evaluating=not training)
         return EachReads(source, self._recordings, exchange, self._placement, training)
 
     def _run_window(self, window: Window) -> None:

@@ -29,6 +29,7 @@ class Capture:
     exact: bool | None = None  # whether verification found every bit equal; None if it did not run
     divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
     team: int = 1  # members that run it together; see ``trace.teams``
+    partial: tuple[str, ...] = ()  # parameters that every member has, and whose gradients are summed over them
     shards: Mapping[str, Shard] = field(default_factory=dict)  # what each member has of parameters, buffers, constants
 
 

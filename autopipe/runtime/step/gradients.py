@@ -6,7 +6,7 @@ take the same decisions, by an ``Agreement``. Nothing is exchanged that the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from autopipe.runtime.step.finite import first_nonfinite, largest
 from autopipe.runtime.step.losses import LossCollector
 from autopipe.runtime.step.scalars import copied_to, read_together
 from autopipe.runtime.step.scaler import LossScaler
+from autopipe.team import Alone, Team
 
 GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
 """Called with (stage, minibatch, parameters) when the gradients of a stage are complete, before clipping."""
@@ -46,6 +47,9 @@ class GradientFinisher:
     # the policy for a step that is not finite; see ``finite``
     on_nonfinite: str = "warn"
     on_gradients: GradientHook | None = None
+    team: Team = Alone()  # noqa: RUF009 - it has no state
+    # the parameters of which each member of the team has a part
+    cut: Set[str] = frozenset()
 
     def finish(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> bool:
         """Change the gradients of the ``owned`` parameters, by stage, in place. Return whether the step is skipped.
@@ -67,7 +71,10 @@ class GradientFinisher:
         skip = False
         if self.scaler is not None or self.on_nonfinite == "skip":
             kept = all(finite.values()) and (self.on_nonfinite != "skip" or self.loss.is_finite(minibatch))
-            skip = bool(self.agreement.sum(torch.tensor([float(not kept)], dtype=torch.float64)) > 0)
+            votes = self.agreement.sum(torch.tensor([float(not kept)], dtype=torch.float64))
+            if self.team.size > 1:
+                self.team.add(votes)
+            skip = bool(votes > 0)
         if self.scaler is not None and gradients:
             torch._foreach_mul_(gradients, self.scaler.inverse)
         if self.loss.weighted:
@@ -82,12 +89,21 @@ class GradientFinisher:
             if not at_once:
                 norms = norms_of(owned[stage] for stage in clipped)
                 values = read_together(list(norms.values()))
+            if self.team.size > 1:
+                values = self._of_team(list(norms), values)
             factor = clip_factor(
                 list(norms), values, self.trainable, self.clip_norm, self.norm_dtype, self.agreement.sum
             )
             for device, on_device in _by_device(gradients).items():  # those of spilled stages may be on the host
                 torch._foreach_mul_(on_device, copied_to(device, factor))
         return skip
+
+    def _of_team(self, names: Sequence[str], norms: torch.Tensor) -> torch.Tensor:
+        """Return the norms of complete gradients, from those of a member's parts."""
+        parts = torch.tensor([name in self.cut for name in names], dtype=torch.bool)
+        squares = torch.where(parts, norms.square(), 0.0)
+        self.team.add(squares)
+        return torch.where(parts, squares.sqrt(), norms)
 
     @property
     def _checks(self) -> bool:

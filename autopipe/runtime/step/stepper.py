@@ -45,6 +45,8 @@ class Stepper:
     reporter: Reporter
     # of the replicated stages whose optimizer state is divided
     shards: Mapping[int, OptimizerShard] = field(default_factory=dict)
+    # complete parameters whose gradients are summed over the members of a team
+    partial: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # with the policy "skip": the buffers to restore after a step that is not finite
     finite_buffers: Mapping[int, FiniteBuffers] = field(default_factory=dict)
     # calls the user's ``after_step``
@@ -155,6 +157,10 @@ class Stepper:
         if stage in self.replicas:
             self.reporter.at(f"{stage}R", waiting=True)
             self.replicas[stage].finish()
+        for name in self.partial.get(stage, ()):
+            gradient = self.parameters(stage)[name].grad
+            if gradient is not None:
+                self.gradients.team.add(gradient)
 
     @property
     def _lends(self) -> bool:

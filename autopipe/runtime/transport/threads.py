@@ -15,7 +15,8 @@ from autopipe.runtime.events import Reporter, Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.step.gradients import GradientHook
-from autopipe.runtime.transport.base import ThreadHub, TransportClosed
+from autopipe.runtime.transport.base import ThreadHub, Transport, TransportClosed
+from autopipe.runtime.transport.teams import TeamTransport
 
 ItemSource = Callable[[int], Iterator[Any]]
 
@@ -37,14 +38,16 @@ def run_in_threads(
 
     Raises: WorkerError for the rank that failed first, its own error as the cause.
     """
-    world = context.request.num_ranks
+    world = context.plan.num_processes
     hub = ThreadHub(world, timeout_seconds)
     sessions: list[RankSession | None] = [None] * world
     failures: list[tuple[int, BaseException]] = []
 
     def run_rank(rank: int) -> None:
         torch.set_num_threads(job.threads)
-        transport = hub.transport(rank)
+        transport: Transport = hub.transport(rank)
+        if context.plan.team > 1:
+            transport = TeamTransport(transport, context.plan.team)
         try:
             reporter = reporters[rank] if reporters else Silent()
             session = RankSession.start(run, job, context, transport, reporter, on_gradients=on_gradients)

@@ -79,6 +79,7 @@ class _Localiser:
             module=module,
             evaluation=self._evaluation,
             team=self._size,
+            partial=tuple(name for axis in self._axes for name in axis.partial),
             shards=shards_of(self._axes),
         )
 

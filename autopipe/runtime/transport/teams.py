@@ -1,0 +1,85 @@
+"""Teams of processes: every rank of the schedule is a team of ``size`` members, which are processes of their own.
+
+::
+
+    rank of the schedule      0       1       2
+    process (2 members)      0 1     2 3     4 5
+
+Members are adjacent, so that they are on one host where possible. Schedule, executor and stepper see ranks: member
+``m`` of a rank exchanges tensors with member ``m`` of another one, each its own part. Sums inside of a team are calls
+of the stage (``autopipe.team``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autopipe.ir.channel import Channel
+from autopipe.runtime.transport.base import Pending, Transport
+from autopipe.strides import Layout
+
+
+class TeamTransport:
+    """One member's end, as a ``Transport`` between ranks. ``processes``: the transport between processes."""
+
+    def __init__(self, processes: Transport, size: int) -> None:
+        self.processes, self.size = processes, size
+        self.rank, self.member = divmod(processes.rank, size)
+        self.world_size = processes.world_size // size
+
+    def _process(self, rank: int) -> int:
+        return rank * self.size + self.member
+
+    def _of_members(self, channel: Channel) -> Channel:
+        ends = self._process(channel.from_rank), self._process(channel.to_rank)
+        return replace(channel, from_rank=ends[0], to_rank=ends[1])
+
+    def _group(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._process(rank) for rank in ranks)
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Send to the same member of another rank."""
+        self.processes.send(self._of_members(channel), tensor)
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+        """Post a receive from the same member of another rank."""
+        return self.processes.receive(self._of_members(channel), shape, dtype)
+
+    def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """Send the values of a message to the same member of another rank."""
+        self.processes.send_message(self._of_members(channel), tensors, layouts)
+
+    def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
+        """Post the receives of a message from the same member of another rank."""
+        return self.processes.receive_message(self._of_members(channel), layouts)
+
+    def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
+        """Sum over the same member of some ranks."""
+        self.processes.all_reduce(self._group(group), tensor)
+
+    def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
+        """Start a sum over the same member of some ranks."""
+        return self.processes.start_all_reduce(self._group(group), tensor)
+
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Sum a CPU tensor over the same member of all ranks."""
+        self.processes.all_reduce(self._group(range(self.world_size)), tensor)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.processes.barrier()
+
+    def close(self) -> None:
+        """Close the transport between processes."""
+        self.processes.close()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the members of this rank, in place and in their order (``autopipe.team.Team``)."""
+        first = self.rank * self.size
+        self.processes.all_reduce(range(first, first + self.size), tensor)
+
+
+__all__ = ["TeamTransport"]

@@ -1,0 +1,68 @@
+"""Ranks that are teams, with members as threads: as plain training within rounding, and the same in any layout."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import oracle
+from support.pipelines import build, captured, minibatches, plan_for, profile_of
+
+from autopipe.ir.axis_sets import choose
+from autopipe.trace.axes import find_axes
+from autopipe.trace.axes.combined import joined
+from autopipe.trace.teams import of_team
+
+BATCH = 4
+
+
+@functools.cache
+def subject_of(sample: str, size: int):
+    whole = captured(sample)
+    axes = choose(whole.capture.graph, find_axes(whole.capture).axes, size)
+    assert axes
+    return profile_of(whole.workload, of_team(whole.capture, axes, size))
+
+
+def trained(sample: str, size: int, ranks: int, folder, schedule="1f1b", **job: Any):
+    """Return the weights of each member after three steps, in the order of processes."""
+    subject = subject_of(sample, size)
+    plan = dataclasses.replace(plan_for(subject, ranks, schedule, 2, BATCH), team=size)
+    pipeline = build(subject, plan, folder, **job)
+    sessions = pipeline.train(minibatches(subject.workload, 3, BATCH))
+    members: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
+    for process, session in enumerate(sessions):
+        members[process % size].update(session.tensors())
+    return subject, members
+
+
+@pytest.mark.parametrize("sample", ["gpt", "hf_llama"])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_team_trains_as_plain_training(sample, clip, tmp_path):
+    subject, members = trained(sample, 2, 1, tmp_path, clip_grad_norm=clip)
+    items = minibatches(subject.workload, 3, BATCH)
+    for schedule in ("1f1b", "gpipe"):
+        _, others = trained(sample, 2, 2, tmp_path / schedule, schedule, clip_grad_norm=clip)
+        for one, other in zip(members, others, strict=True):
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    cut = subject.capture.shards
+    assert all(torch.equal(members[0][name], members[1][name]) for name in members[0] if name not in cut)
+    spec = captured(sample).workload.spec
+    _, model, _ = oracle.train(
+        Path(spec.target),
+        items,
+        2,
+        arguments={k: float(v) if "." in v else int(v) for k, v in spec.arguments.items()},
+        clip_norm=clip,
+    )
+    for name, expected in model.named_parameters():
+        if name in cut:
+            parts = [one[name] for one in members]
+            actual = joined(parts, cut[name].place, cut[name].size)
+        else:
+            actual = members[0][name]
+        # AdamW divides by the root of the square of gradients: those of rounding may step either way
+        assert torch.allclose(actual, expected.detach(), rtol=0, atol=2e-3), name
+        assert float((actual - expected.detach()).abs().mean()) < 2e-6, name
