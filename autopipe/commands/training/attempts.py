@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.commands.checking.checking import write_run
+from autopipe.commands.checking.causes import refusal_of_after_step
+from autopipe.commands.checking.checking import check_first, write_run
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.store import Store
@@ -187,7 +188,7 @@ class Attempts:
         return max(min(ranks, room), 1)
 
     def _replan(self, ranks: int, start: int) -> None:
-        """Plan for this number of ranks from the run's profile, and write the stage files into the run.
+        """Plan for this number of ranks from the run's profile, check the plan, and write its stage files into the run.
 
         The plan is prepared in a temporary folder, because another command may use the work directory meanwhile, and
         the plan there must not change.
@@ -209,6 +210,10 @@ class Attempts:
                 microbatch_size=None,
             )
             prepared = self._planned(wanted, start)
+            if self.settings.check_first:
+                check_first(dataclasses.replace(self.settings, plan=wanted), prepared, self.events)
+            elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
+                raise refusal
             write_run(self.run.path, self.make_job(self.settings, prepared, start), prepared)
         self.prepared = dataclasses.replace(prepared, stages=self.run.stages)
 
