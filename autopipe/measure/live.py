@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -49,13 +50,12 @@ class HostMeter(TorchDispatchMode):
         self._now = self._most = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count its results, unless they are views."""
+        """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
         if type(result) is torch.Tensor:
-            if not func.is_view:
-                self.count(result)
+            self.count(result)
             return result
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
