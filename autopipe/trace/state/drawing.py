@@ -15,24 +15,32 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import TraceError, counted
-from autopipe.trace.state.refusal import DATA, INPUT
+from autopipe.trace.state.refusal import DATA, FORWARD, INPUT
 
 if TYPE_CHECKING:
     from autopipe.trace.state.check import Look
 
 _MOST_ITEMS = 4
+_ROUNDING = 1e-5  # of a loss; a few operations add in an order that depends on threads
 _MOST_SECONDS = 2.0  # no further batch is created after this time
 
 
 def refuse_later_items(look: Look) -> None:
-    """Refuse a data hook if the loss of one batch changes when further batches are created. The model is restored."""
+    """Refuse a data hook if the loss of one batch changes when further batches are created.
+
+    A forward whose loss differs from run to run anyway is refused for that. The model is restored.
+    """
     workload = look.workload
     if not getattr(workload, "has_data", False):
         return
     before = _loss(look)
     number = _create_items(look)
     after = _loss(look)
-    if torch.equal(before, after) or not torch.equal(after, _loss(look)):
+    if torch.equal(before, after):
+        return
+    again = _loss(look)
+    if not torch.equal(after, again):
+        _refuse_unrepeatable(after, again, workload.name)
         return
     raise TraceError(
         f"{DATA} changes what the model computes: the loss of one batch is {float(before):.9g}, and "
@@ -40,6 +48,18 @@ def refuse_later_items(look: Look) -> None:
         where=workload.hooks["data"].place,
         remedy=f"do not change settings, files or other state that the forward or the loss reads; {INPUT}",
     )
+
+
+def _refuse_unrepeatable(one: Tensor, other: Tensor, where: str) -> None:
+    """Refuse losses of the same batch, weights and random numbers that differ by more than rounding."""
+    first, second = float(one), float(other)
+    if abs(first - second) > _ROUNDING * abs(first):
+        raise TraceError(
+            f"{FORWARD} is not repeatable: two runs with the same batch, weights and random numbers have the losses "
+            f"{first:.9g} and {second:.9g}",
+            where=where,
+            remedy="remove what differs from run to run, such as the time, an address or the order of a set",
+        )
 
 
 def _create_items(look: Look) -> int:

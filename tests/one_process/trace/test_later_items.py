@@ -75,6 +75,12 @@ def test_state_that_later_batches_change_is_refused(name: str, tmp_path: Path) -
         captured(REFUSED[name], tmp_path)
 
 
+def test_a_forward_that_reads_the_clock_is_refused(tmp_path: Path) -> None:
+    case = "import time\n", "(1 + time.perf_counter() % 1)", "pass"
+    with pytest.raises(TraceError, match="not repeatable: two runs with the same batch"):
+        captured(case, tmp_path)
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_other_data_is_accepted(name: str, tmp_path: Path) -> None:
     captured(ACCEPTED[name], tmp_path)
