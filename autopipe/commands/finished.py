@@ -107,12 +107,12 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
                 remedy="give the model, and they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
             )
-        listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
+        listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_processes)
         start = time.time()
         run_ranks(
             LaunchRequest(
                 run=as_trained,
-                world_size=plan.num_ranks,
+                world_size=plan.num_processes,
                 on_event=listener,
                 body="evaluate",
                 batch_size=settings.batch_size or 0,

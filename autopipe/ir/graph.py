@@ -138,6 +138,8 @@ class Graph:
     divisor: str = ""  # what the loss divides by, as text, if not the number of samples; see stages/divisor.py
     # parameter that the after_step hook changes -> the other parameters that its new value depends on
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # of the complete graph, if this is that of a member of a team (``trace.teams``): its digest
+    complete: str = field(default="", metadata=OMIT_DEFAULT)
     # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
     # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out
@@ -214,6 +216,11 @@ class Graph:
         ]
         hook = (self.after_step,) if self.after_step else ()
         return digest((self.inputs, anonymous, self.outputs, self.parameters, self.buffers, self.aliases, *hook))
+
+    @property
+    def model_digest(self) -> str:
+        """The digest of the complete graph: that of the model, however it is divided."""
+        return self.complete or self.digest
 
     @functools.cached_property
     def moving(self) -> frozenset[str]:

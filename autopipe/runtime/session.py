@@ -72,7 +72,8 @@ class RankSession:
     _placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
-        writers, leads = [stage.replicas for stage in self.context.plan.stages], self.transport.rank == 0
+        plan, leads = self.context.plan, self.transport.leads
+        writers = [stage.replicas * plan.team for stage in plan.stages]
         self._saver = Saver(self.run.checkpoints, writers, keep=self.job.keep_checkpoints, leads=leads)
         if self.job.save or self.job.checkpoint_every or self.job.audit_every:
             self._saver.watch(self.executor.stepper)
@@ -149,7 +150,7 @@ class RankSession:
             self._saver.cancel()
             self._audits.cancel()
             raise
-        if windows.stopped and self.transport.rank == 0:
+        if windows.stopped and self.transport.leads:
             self.reporter.event("stopped", step=step)
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
@@ -160,7 +161,7 @@ class RankSession:
     ) -> Reader:
         """Return the reader of minibatches. ``open_epoch``: epoch -> minibatches; ``who``: of DATA_READERS."""
         name, steps = self.workload.name, self.job.steps if training else 0
-        leads = self.transport.rank == 0
+        leads = self.transport.leads
         source = Source(
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
@@ -212,10 +213,10 @@ class RankSession:
         if self.job.start_step < 0:
             return 0, Place()
         source = Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
-        if source.manifest.graph_digest != self.context.graph.digest:
+        if source.manifest.graph_digest != self.context.graph.model_digest:
             raise RunError(
                 f"the graph of the checkpoint has digest {source.manifest.graph_digest}, "
-                f"the graph of this model {self.context.graph.digest}",
+                f"the graph of this model {self.context.graph.model_digest}",
                 where=str(source.directory),
                 remedy="start a new run (another --run-dir), or restore the model file of the checkpoint",
             )
@@ -223,7 +224,7 @@ class RankSession:
         scaler, manifest = self.executor.stepper.scaler, source.manifest
         if scaler is not None and manifest.scale:
             scaler.scale, scaler.good_steps = manifest.scale, manifest.good_steps
-        if manifest.position and not manifest.data and self.transport.rank == 0:
+        if manifest.position and not manifest.data and self.transport.leads:
             text = "the checkpoint has no digest of its data: that the data continues where it stopped is not verified"
             self.reporter.event("note", text=text)
         return manifest.step, Place(manifest.epoch, manifest.position, manifest.data)
@@ -262,9 +263,10 @@ class RankSession:
 
     @property
     def _places(self) -> dict[int, int]:
-        """The stages of this rank, each with the place of the rank among its replicas."""
-        stages = self.context.plan.stages
-        return {index: stages[index].ranks.index(self.transport.rank) for index in self.executor.runners}
+        """The stages of this rank, each with the place of the process among those that run the stage."""
+        plan, rank = self.context.plan, self.transport.rank
+        member = self.transport.member if isinstance(self.transport, TeamTransport) else 0
+        return {index: plan.stages[index].ranks.index(rank) * plan.team + member for index in self.executor.runners}
 
     @property
     def _first_of(self) -> list[int]:
@@ -286,7 +288,7 @@ class RankSession:
             place.epoch,
             place.position,
             plan.workload.seed,
-            self.context.graph.digest,
+            self.context.graph.model_digest,
             plan.digest,
             (),
             *self._scale(),
@@ -337,7 +339,7 @@ class RankSession:
                 count += 1
         if count == 0:
             raise RunError(f"the evaluation data of {self.workload.name} is empty")
-        if self.transport.rank == 0:
+        if self.transport.leads:
             self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
 
     def _forward_row(self) -> tuple[Turn, ...]:

@@ -171,7 +171,7 @@ def _restore(
 ) -> list[dict[str, torch.Tensor]]:
     """Restore a complete model from a checkpoint, and return at most ``depth`` older versions, oldest first."""
     parameters = subject.parameters
-    stage = SimpleNamespace(named_buffers=lambda: subject.buffers().items(), constants=())
+    stage = SimpleNamespace(named_buffers=lambda: subject.buffers().items(), constants=(), SHARDS={})
     whole = cast(StageRunner, SimpleNamespace(stage=stage, versions=_Weights(parameters)))
     state.restore(source, whole, parameters, optimizer, scheduler)
     manifest = source.manifest

@@ -101,13 +101,13 @@ class Attempts:
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch
-        self.listener.begin(plan.num_ranks)
+        self.listener.begin(plan.num_processes)
         if self.listener.auditor is not None:
             self.listener.auditor.begin()
         watchdog = watchdog_of(plan.predicted.step_seconds, settings.watchdog_seconds)
         request = LaunchRequest(
             run=self.run,
-            world_size=plan.num_ranks,
+            world_size=plan.num_processes,
             on_event=self.listener,
             settings=settings,
             watchdog_seconds=watchdog,

@@ -73,7 +73,7 @@ def newest_intact(run: RunDirectory) -> int:
 
 def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
     """Refuse a checkpoint of another model. Raises: RunError naming the first parameter that differs."""
-    if source.manifest.graph_digest == graph.digest:
+    if source.manifest.graph_digest == graph.model_digest:
         return
     saved = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
     # other tensors of the checkpoint are buffers, which may differ

@@ -41,9 +41,10 @@ from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.session import RankSession
-from autopipe.runtime.transport.base import TransportClosed
+from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
+from autopipe.runtime.transport.teams import TeamTransport, channels_of, groups_of
 
 FAILED = 3
 
@@ -146,10 +147,14 @@ def _connect(
     excluded_devices: Sequence[int],
     reporter: Reporter,
     listener: socket.socket | None,
-) -> ProcessTransport:
+) -> Transport:
     """Connect to the other ranks. Raises: TransportClosed if another rank has ended meanwhile."""
     rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
-    use_nccl = False
+    use_nccl, size = False, context.plan.team
+    channels, groups = context.channels, context.groups
+    if size > 1:
+        channels = tuple(channels_of(channels, size))
+        groups = tuple(groups_of(groups, context.plan.num_ranks, size))
     choose_interface(spec)
     if device.type == "cuda":
         apply_settings(RunDirectory(Path(spec.run)).log(rank).parent)
@@ -158,12 +163,13 @@ def _connect(
         if device.type == "cuda":
             use_nccl = choose_gpu(spec, excluded_devices, store, reporter)
         start_process_group(store, rank, world_size, timeout_seconds=seconds)
-        communicators = Communicators.of(context.channels, context.groups) if use_nccl else None
+        communicators = Communicators.of(channels, groups) if use_nccl else None
         if communicators is not None and communicators.on_host and rank == 0:
             reporter.event("note", text=communicators.note)
-        return ProcessTransport(
-            context.channels, context.groups, device=device, communicators=communicators, timeout_seconds=seconds
+        processes = ProcessTransport(
+            channels, groups, device=device, communicators=communicators, timeout_seconds=seconds
         )
+        return processes if size == 1 else TeamTransport(processes, size)
     except RuntimeError as error:
         raise translate(error) from error
 

@@ -156,14 +156,26 @@ class Checkpoint:
         (taken, *_), (whole, *_) = self._slices[name].values(), parts.values()
         if taken is None:
             return whole
-        dim = taken.dim
+        dim, own = taken.dim, [parts[slices[i]] for i in range(taken.count)]
         try:
-            blocks = [torch.unflatten(parts[slices[i]], dim, (taken.blocks, -1)) for i in range(taken.count)]
-            return torch.cat(blocks, dim=dim + 1).flatten(dim, dim + 1)
+            if not taken.segments:
+                return _interleaved(own, dim, taken.blocks)
+            lengths = [length // taken.count for length, _ in taken.segments]
+            segments = zip(*(torch.split(part, lengths, dim) for part in own), strict=True)
+            joined = [
+                _interleaved(each, dim, blocks) for each, (_, blocks) in zip(segments, taken.segments, strict=True)
+            ]
+            return torch.cat(joined, dim=dim)
         except (RuntimeError, IndexError) as error:
             raise ArtifactError(
                 f"the slices of {name!r} do not fit together: {error}", where=str(self.directory), remedy=_REMEDY
             ) from None
+
+
+def _interleaved(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+    """Return a tensor whose dimension consists of blocks, each of a range of every part."""
+    divided = [torch.unflatten(part, dim, (blocks, -1)) for part in parts]
+    return torch.cat(divided, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _complete(slices: Sequence[TensorSlice | None]) -> bool:

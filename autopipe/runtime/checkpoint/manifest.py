@@ -33,6 +33,8 @@ class TensorSlice:
     index: int
     count: int
     blocks: int = 1
+    # of a dimension that is a concatenation: the (length, blocks) of each part; then ``blocks`` is 1
+    segments: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dim < 0 or self.blocks < 1 or not 0 <= self.index < self.count:

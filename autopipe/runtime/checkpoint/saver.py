@@ -25,9 +25,11 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.directory import Part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.members import slices_of
 from autopipe.runtime.checkpoint.sharing import bits, checksums, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
+from autopipe.stage import Stage
 
 POLL_SECONDS = 0.01
 FINISH_SECONDS = 5.0
@@ -105,10 +107,16 @@ class Saver:
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
             tensors.update({} if own else of_optimizer)
             counted: dict[str, int] = {}
+            code = stepper.runners[stage].stage
+            slices = slices_of(code, tensors)
             if (num_writers := self.writers[stage]) > 1:
                 counters = state.counters(stepper.runners[stage])
+                cut = {name: tensor for name, tensor in tensors.items() if name in slices}
+                tensors = {name: tensor for name, tensor in tensors.items() if name not in slices}
                 counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
                 tensors = share(tensors, writer, num_writers, counters)
+                tensors.update(share(cut, writer // code.TEAM, num_writers // code.TEAM))
+                slices = {name: part for name, part in slices.items() if name in tensors}
             tensors.update(of_optimizer if own else {})
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
             snapshot.take(tensors)
@@ -116,12 +124,12 @@ class Saver:
                 self._refusals.setdefault(snapshot.refusal, False)
             parameters = stepper.parameters(stage)
             ties = {
-                tie.parameter: bits(parameters[tie.parameter])
+                _of_member(code, tie.parameter): bits(parameters[tie.parameter])
                 for tie in stepper.ties.moving
                 if tie.parameter in parameters
             }
             training_state = stored if own or writer == 0 else StageState()
-            parts.append(Part(stage, snapshot, training_state, ties, writer=writer, checksums=counted))
+            parts.append(Part(stage, snapshot, training_state, ties, slices, writer=writer, checksums=counted))
         self.write(manifest, parts)
 
     def write(self, manifest: Manifest, parts: Sequence[Part]) -> None:
@@ -212,3 +220,8 @@ class Saver:
             where=str(temporary),
             remedy="every rank must see the same run directory: put it on a shared disk (--run-dir)",
         )
+
+
+def _of_member(code: Stage, parameter: str) -> str:
+    """Return the name of a tied parameter, of which each member of a team may have another part."""
+    return f"{parameter}@{code._autopipe_team.member}" if parameter in code.SHARDS else parameter

@@ -7,7 +7,8 @@ named by ``runtime.training_state``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import TrainingOptions
+from autopipe.runtime.checkpoint.members import own_part
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.training_state.stage import Training, restore_training, set_rate
@@ -85,9 +87,10 @@ def restore(
     optimizer and scheduler that the hooks build now.
     """
     restore_weights(checkpoint, runner)
-    restore_versions(checkpoint, runner.versions, checkpoint.manifest.step)
+    own = functools.partial(own_part, runner.stage)
+    restore_versions(checkpoint, runner.versions, checkpoint.manifest.step, own)
     if optimizer is not None:
-        restore_training(checkpoint, Training(stepped, optimizer, scheduler))
+        restore_training(checkpoint, Training(stepped, optimizer, scheduler), own)
         if learning_rate is not None:
             set_rate(optimizer, learning_rate)
 
@@ -103,7 +106,8 @@ def restore_weights(checkpoint: Checkpoint, runner: StageRunner, *, averaged: bo
     tensors = checkpoint.read(list(keys.values()))
     with torch.no_grad():
         for name, tensor in present.items():
-            tensor.data = _laid_out_like(tensor, tensors[keys[name]])
+            value = own_part(runner.stage, keys[name], tensors[keys[name]])
+            tensor.data = _laid_out_like(tensor, value)
 
 
 def _laid_out_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -113,8 +117,16 @@ def _laid_out_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, requires_grad=False).copy_(value)
 
 
-def restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
-    """Restore the older weight versions that later minibatches read. The masters hold version ``step``."""
+def restore_versions(
+    checkpoint: Checkpoint,
+    versions: WeightVersions,
+    step: int,
+    own: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+) -> None:
+    """Restore the older weight versions that later minibatches read. The masters hold version ``step``.
+
+    ``own``: takes this member's part of a tensor.
+    """
     versions.start_at(step)
     moving = versions.tensors(step)
     for back in range(1, versions.staleness + 1):
@@ -122,5 +134,7 @@ def restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int
         if version < 0:
             break
         # a stage without parameters has versions too, because instructions name them
-        read = checkpoint.read([f"version.{version}.{name}" for name in moving])
-        versions.add_old(version, {n: _laid_out_like(moving[n], read[f"version.{version}.{n}"]) for n in moving})
+        keys = {name: f"version.{version}.{name}" for name in moving}
+        read = checkpoint.read(list(keys.values()))
+        values = {name: own(key, read[key]) for name, key in keys.items()}
+        versions.add_old(version, {name: _laid_out_like(moving[name], value) for name, value in values.items()})

@@ -65,7 +65,7 @@ class LossCollector:
             self._transport.send(loss_channel(self._request, rank), self._shares(minibatch))
 
     def collect(self, minibatch: int) -> float | None:
-        """Return the loss of a minibatch on rank 0, None elsewhere. Every rank calls it."""
+        """Return the loss of a minibatch on the first process, None elsewhere. Every rank calls it."""
         rank = self._transport.rank
         total = torch.zeros(2, self._request.num_microbatches, dtype=torch.float64)
         if self._runner is not None:
@@ -83,5 +83,7 @@ class LossCollector:
                 self._reporter.at("loss", waiting=True)
                 channel = loss_channel(self._request, other)
                 total += self._transport.receive(channel, total.shape, total.dtype).wait()
+        if not self._transport.leads:
+            return None
         loss = float(sum(total[0].tolist()))
         return loss / (float(sum(total[1].tolist())) or 1.0) if self.weighted else loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +71,18 @@ def unstorable(error: UnstorableError) -> RunError:
     )
 
 
-def restore_training(checkpoint: Checkpoint, training: Training) -> None:
-    """Restore the optimizer and scheduler of a stage from a checkpoint.
+def restore_training(
+    checkpoint: Checkpoint,
+    training: Training,
+    own: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+) -> None:
+    """Restore the optimizer and scheduler of a stage from a checkpoint. ``own``: takes this member's part of a tensor.
 
     Raises: RunError if the state does not fit what the hooks build now; ArtifactError for a damaged checkpoint.
     """
     tree = tree_for(checkpoint, training)
-    tensors = checkpoint.read([name for node in tree.values() for name in tensor_names(node)])
+    read = checkpoint.read([name for node in tree.values() for name in tensor_names(node)])
+    tensors = {name: own(name, tensor) for name, tensor in read.items()}
     try:
         restore(tree, training.roots, training.owned, tensors)
     except MisfitError as error:

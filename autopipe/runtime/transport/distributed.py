@@ -168,6 +168,7 @@ class ProcessTransport:
         timeout_seconds: float = CONNECT_SECONDS,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.leads = self.rank == 0
         self.device = device or torch.device("cpu")
         ordered = list(dict.fromkeys(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}

@@ -12,7 +12,7 @@ of the stage (``autopipe.team``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ class TeamTransport:
         self.processes, self.size = processes, size
         self.rank, self.member = divmod(processes.rank, size)
         self.world_size = processes.world_size // size
+        self.leads = processes.leads
 
     def _process(self, rank: int) -> int:
         return rank * self.size + self.member
@@ -82,4 +83,23 @@ class TeamTransport:
         self.processes.all_reduce(range(first, first + self.size), tensor)
 
 
-__all__ = ["TeamTransport"]
+def channels_of(channels: Iterable[Channel], size: int) -> list[Channel]:
+    """Return the channels between processes for those between ranks: one for each member."""
+    return [
+        replace(channel, from_rank=channel.from_rank * size + member, to_rank=channel.to_rank * size + member)
+        for channel in channels
+        for member in range(size)
+    ]
+
+
+def groups_of(groups: Iterable[Sequence[int]], num_ranks: int, size: int) -> list[tuple[int, ...]]:
+    """Return the groups of processes that compute sums, for those of ranks.
+
+    They are the same member of each group, the same member of all ranks (what ranks agree on), and each team.
+    """
+    of_ranks = {tuple(group) for group in groups} | ({tuple(range(num_ranks))} if num_ranks > 1 else set())
+    members = {tuple(rank * size + member for rank in group) for group in of_ranks for member in range(size)}
+    return sorted(members | {tuple(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)})
+
+
+__all__ = ["TeamTransport", "channels_of", "groups_of"]

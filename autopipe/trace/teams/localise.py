@@ -94,6 +94,7 @@ class _Localiser:
             nodes=tuple(self._nodes),
             parameters=local(whole.parameters),
             buffers=local(whole.buffers),
+            complete=whole.model_digest,
             axes=(),
             whole=(),
         )

@@ -11,6 +11,8 @@ from support import oracle
 from support.pipelines import build, captured, minibatches, plan_for, profile_of
 
 from autopipe.ir.axis_sets import choose
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.directory import directory_of
 from autopipe.trace.axes import find_axes
 from autopipe.trace.axes.combined import joined
 from autopipe.trace.teams import of_team
@@ -66,3 +68,27 @@ def test_a_team_trains_as_plain_training(sample, clip, tmp_path):
         # AdamW divides by the root of the square of gradients: those of rounding may step either way
         assert torch.allclose(actual, expected.detach(), rtol=0, atol=2e-3), name
         assert float((actual - expected.detach()).abs().mean()) < 2e-6, name
+
+
+@pytest.mark.parametrize("sample", ["gpt", "hf_llama"])
+def test_checkpoints_move_between_layouts(sample, tmp_path):
+    """A step in each of four layouts gives the weights of plain training, and tensors keep names and shapes."""
+    whole = captured(sample)
+    items = minibatches(whole.workload, 4, BATCH)
+    layouts = [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 2, "gpipe"), (1, 2, "1f1b")]
+    folder = tmp_path / "run"
+    for step, (size, ranks, schedule) in enumerate(layouts):
+        subject = whole if size == 1 else subject_of(sample, size)
+        plan = dataclasses.replace(plan_for(subject, ranks, schedule, 2, BATCH), team=size)
+        job = {"save": True, "start_step": step if step else -1}
+        pipeline = build(subject, plan, folder, **job)
+        sessions = pipeline.train(items, steps=step + 1)
+        shapes = Checkpoint(directory_of(pipeline.run.checkpoints, step + 1)).shapes()
+        for name, parameter in whole.capture.module.named_parameters():
+            assert shapes[f"model.{name}"] == tuple(parameter.shape)
+    spec = whole.workload.spec
+    arguments = {key: float(text) if "." in text else int(text) for key, text in spec.arguments.items()}
+    _, model, _ = oracle.train(Path(spec.target), items, 2, arguments=arguments)
+    weights = pipeline.weights(sessions)
+    for name, expected in model.named_parameters():
+        assert float((weights[name] - expected.detach()).abs().mean()) < 2e-6, name

@@ -57,7 +57,7 @@ def step(size: int, microbatches: int, staleness: int = 0, **options: Any) -> Sy
             )
         weight = torch.ones((), device=CUDA) if weighted else None
         runners[1].losses.update({(0, j): (torch.ones((), device=CUDA), weight) for j in range(microbatches)})
-        transport: Any = types.SimpleNamespace(rank=0, world_size=1)
+        transport: Any = types.SimpleNamespace(rank=0, world_size=1, leads=True)
         reporter = Silent()
         ties = TieExchange((), frozenset(), spec, runners, transport, reporter)
         loss = LossCollector(spec, runners, transport, reporter, weighted=weighted)
