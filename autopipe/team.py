@@ -49,17 +49,19 @@ class Member(Protocol):
     _autopipe_draws: tuple[int, int, int]
 
 
-class _Unplaced:
-    """Stands for the stage in a graph: the writer replaces it by ``self``; without a team, it is one member."""
+class Unplaced:
+    """Stands for the stage in a graph: the writer replaces it by ``self``; a graph that runs itself uses ``team``."""
 
-    _autopipe_team: Team = Alone()
     _autopipe_draws = (0, 0, 0)
+
+    def __init__(self, team: Team) -> None:
+        self._autopipe_team = team
 
     def __repr__(self) -> str:
         return "STAGE"
 
 
-STAGE = _Unplaced()
+STAGE = Unplaced(Alone())
 
 
 class _Entered(torch.autograd.Function):

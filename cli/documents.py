@@ -96,6 +96,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         ],
         "ties": [dataclasses.asdict(tie) for tie in plan.ties],
         "ranks": plan.num_ranks,
+        "team": plan.team,
         "schedule": plan.schedule,
         "batch_size": plan.batch_size,
         "num_microbatches": plan.num_microbatches,

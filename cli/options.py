@@ -146,6 +146,14 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
         help="Modules that run as the user's own code and are not cut. auto: those that cannot be captured as one "
         "graph. MODULE: also these paths, separated by commas. [default: auto]",
     ),
+    option(
+        "--tensor-parallel",
+        type=types.TEAM,
+        metavar="auto|N",
+        help="Shard the products, embeddings and attention heads of every stage over teams of N ranks, on one host. "
+        "Results equal plain training within rounding, not bit for bit. auto: as many as make training fastest. "
+        "[default: 1, or as in the stored profile]",
+    ),
     option("--no-verify", is_flag=True, help="Do not compare the captured model with the original."),
 )
 order_options: tuple[Callable[[Any], Any], ...] = (

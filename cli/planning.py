@@ -52,12 +52,18 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
         measured = measure_links(work_dir, kind, progress) if links and kind != COUNTED else None
     terminal.notes(result.notes, result.warnings)
     if result.profile.device.kind == COUNTED:
-        terminal.table(*estimates.profile(result.profile), sharding.line(result.profile.graph))
+        terminal.table(
+            *estimates.profile(result.profile), sharding.line(result.profile.graph, result.profile.workload.team)
+        )
         terminal.document("profile", documents.profile(result))
         terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=work_dir)
         return
     terminal.table(tables.profile_table(result.profile), tables.block_table(result.profile))
-    terminal.table(tables.optimizer_line(result.profile), sharding.line(result.profile.graph), *plans.links(measured))
+    terminal.table(
+        tables.optimizer_line(result.profile),
+        sharding.line(result.profile.graph, result.profile.workload.team),
+        *plans.links(measured),
+    )
     terminal.document("profile", documents.profile(result) | documents.links(measured))
     terminal.next("autopipe plan --gpus 2", work_dir=work_dir)
 

@@ -124,6 +124,7 @@ def _resume(text: str) -> int | None:
     return int(text)
 
 
+MOST_MEMBERS = 1024
 RESUME = Parsed("step", _resume)
 
 
@@ -132,6 +133,14 @@ def _audits(text: str) -> int | None:
         return None
     if not text.isdecimal():
         raise ValueError(f"{text!r} is neither a number of steps nor auto")
+    return int(text)
+
+
+def _team(text: str) -> str | int:
+    if text.lower() == "auto":
+        return "auto"
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_MEMBERS:
+        raise ValueError(f"{text!r} is neither auto nor a number from 1 to {MOST_MEMBERS}")
     return int(text)
 
 
@@ -154,6 +163,7 @@ def _slurm_option(text: str) -> tuple[str, str]:
 
 
 SLURM_OPTION = Parsed("key=value", _slurm_option)
+TEAM = Parsed("members", _team)
 AUDITS = Parsed("steps", _audits)
 HOSTS = Parsed("hosts", _hosts)
 HOSTFILE = Parsed("file", _hostfile)

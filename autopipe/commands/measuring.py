@@ -25,6 +25,7 @@ from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
+from autopipe.trace.teams import alone
 from autopipe.workload.cutting.hook import Minibatch
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
@@ -148,22 +149,22 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
     else:
         wanted = settings.microbatch_sizes or _usable(model, sizes, work)
     if settings.estimate:
-        profile = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
+        profile = estimate(alone(model.capture), model.workload, microbatch_sizes=wanted, progress=work.progress)
     else:
         profile = measure(
-            model.capture,
+            alone(model.capture),
             model.workload,
             device=settings.device or "auto",
             microbatch_sizes=wanted,
             threads=settings.threads or 1,
             progress=work.progress,
         )
-    model_axes = find_axes(model.capture)
-    graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
+    if model.capture.team == 1:
+        model_axes = find_axes(model.capture)
+        graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
+        profile = dataclasses.replace(profile, graph=graph)
     # so that a plan can be made later without the model file
-    profile = dataclasses.replace(
-        profile, graph=graph, batch_size=model.workload.num_samples(model.workload.example_item(None))
-    )
+    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
     artifact.save(profile, work.store.profile)
     return profile
 
@@ -253,6 +254,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
     """Return why a stored profile is out of date, or ""."""
     if stored.device.kind == COUNTED and not settings.estimate:
         return "the stored profile was counted and not timed"
+    if stored.workload.team != model.workload.spec.team:
+        return f"the team changed (--tensor-parallel {stored.workload.team} -> {model.workload.spec.team})"
     if stored.graph.digest != model.capture.graph.digest:
         return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
     if _costs_of(stored.workload) != _costs_of(model.workload.spec):

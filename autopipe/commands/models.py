@@ -15,11 +15,14 @@ from autopipe.commands.named import refuse_unnamed, remember
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ModelFileError, RunError, TraceError
+from autopipe.ir.axis_sets import choose
 from autopipe.ir.profile import Profile
 from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
+from autopipe.trace.axes import choose_verified, find_axes
 from autopipe.trace.explain import depends_on_data
+from autopipe.trace.teams import of_team
 from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.batches.items import kept, shapes
 from autopipe.workload.cutting.dimensions import REMEDY
@@ -103,6 +106,10 @@ def load_model(
         captured = captured_now()
         work.notes.append("each batch is one microbatch, because the model fails on a part of a batch")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
+    if settings.model.team is None and stored is not None and stored.graph.model_digest == captured.graph.digest:
+        workload.run_in_teams(stored.workload.team)
+    if workload.spec.team > 1:
+        captured = _member(workload, described_on(kind, captured, workload), stored, work)
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # the stored ranges of sizes and exactness were tested on real batches
         known = dataclasses.replace(
@@ -116,7 +123,36 @@ def load_model(
         captured = dataclasses.replace(captured, graph=known)
         if stored.device.kind == kind:
             return Model(workload, described_as(stored.graph, captured), built)
-    return Model(workload, described_on(kind, captured, workload), built)
+    if workload.spec.team == 1:
+        captured = described_on(kind, captured, workload)
+    return Model(workload, captured, built)
+
+
+def _member(workload: Workload, complete: Capture, stored: Profile | None, work: Work) -> Capture:
+    """Return the capture of a member of a team. Axes are verified, unless the graph of a stored profile results.
+
+    Raises: TraceError if the model has nothing that a team of this size can shard.
+    """
+    size = workload.spec.team
+    work.progress(f"sharding {workload.name} over a team of {size}", 0.0)
+    axes = find_axes(complete).axes
+    chosen = choose(complete.graph, axes, size)
+    if chosen and stored is not None and stored.workload.team == size:
+        with contextlib.suppress(TraceError):
+            member = of_team(complete, chosen, size)
+            if member.graph.digest == stored.graph.digest:
+                return member
+    sizes = complete.graph.symbols
+    item = workload.example_item(sizes[0].hint + 1 if sizes else None)
+    verified = choose_verified(complete, axes, workload.leaves(item), size)
+    work.notes.extend(note for note in verified.notes if note not in work.notes)
+    if not verified.axes:
+        raise TraceError(
+            f"{workload.name} has nothing that a team of {size} can shard: every member would compute the same",
+            where=workload.files[0] if workload.files else "",
+            remedy="omit --tensor-parallel; `autopipe profile` shows which sizes can be divided",
+        )
+    return of_team(complete, verified.axes, size)
 
 
 @contextlib.contextmanager
@@ -218,6 +254,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             seed=model.seed or 0,
             precision=model.precision or "fp32",
             opaque=model.opaque or "auto",
+            team=model.team or 1,
         ).spec()
         workload = Workload(spec)
         remember(spec)
@@ -239,6 +276,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         seed=stored.seed if model.seed is None else model.seed,
         precision=model.precision or stored.precision,
         opaque=model.opaque or stored.opaque,
+        team=model.team or stored.team,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_unnamed(spec, path, "autopipe plan", named=named)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autopipe.commands.settings import (
+    AUTO_TEAM,
     DATA_READERS,
     EXPORT_FORMATS,
     CheckSettings,
@@ -61,6 +62,7 @@ class ProfileOptions(ModelOptions, total=False):
     threads_per_rank: int | None
     allow_data_dependent: bool | None
     opaque: str | None
+    tensor_parallel: str | int | None
     no_verify: bool | None
     work_dir: StrPath | None
 
@@ -240,7 +242,7 @@ def _given(options: Mapping[str, Any], **fields: str) -> dict[str, Any]:
 
 
 def model_settings(target: str | None, options: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of ``ModelOptions`` and ``opaque``."""
+    """Return the settings of ``ModelOptions``, ``opaque`` and ``tensor_parallel``."""
     hooks = {
         "loss": options.get("loss"),
         "data": options.get("data"),
@@ -253,8 +255,14 @@ def model_settings(target: str | None, options: Mapping[str, Any]) -> ModelSetti
         arguments=dict(options.get("arg") or {}),
         hooks={name: text for name, text in hooks.items() if text},
         inputs=tuple(options.get("input") or ()),
+        team=_team(options),
         **_given(options, learning_rate="lr", seed="seed", precision="precision", opaque="opaque"),
     )
+
+
+def _team(options: Mapping[str, Any]) -> int | None:
+    team = options.get("tensor_parallel")
+    return AUTO_TEAM if team == "auto" else team
 
 
 def profile_settings(target: str | None, options: Mapping[str, Any], *, estimate: bool = False) -> ProfileSettings:
@@ -294,6 +302,7 @@ def plan_settings(target: str | None, options: Mapping[str, Any]) -> PlanSetting
             **_given(options, file="cluster", gpu_memory_bytes="gpu_memory", link="link", device_name="device_name")
         ),
         order=order_settings(options),
+        tensor_parallel=_team(options),
         **_given(options, **{name: name for name in names}),
     )
 

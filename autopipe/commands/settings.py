@@ -16,6 +16,7 @@ from autopipe.launch.request import LaunchSettings
 WORK_DIRECTORY = Path(".autopipe")
 MAX_SHAPES = 16
 ELASTIC_RESTARTS = 3
+AUTO_TEAM = 0
 CHECKPOINT_SECONDS = 600.0
 EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
 DATA_READERS = ("auto", "each", "one")
@@ -60,6 +61,7 @@ class ModelSettings:
     seed: int | None = None
     precision: str | None = None
     opaque: str | None = None  # see ``WorkloadSpec``; None for that of the stored profile
+    team: int | None = None  # members of each rank; ``AUTO_TEAM``: the planner chooses; None: as the stored profile
 
     @property
     def is_given(self) -> bool:
@@ -126,6 +128,7 @@ class PlanSettings:
     exact_ties: str | None = None  # "always" or "auto", for tied parameters
     shard_optimizer: str | None = None  # "never" or "auto", for the optimizer state of replicas
     ema: float | None = None  # decay of averaged weights, which take memory; 0 for no averages
+    tensor_parallel: int | None = None  # as requested: the members of a rank, or ``AUTO_TEAM``
 
     @property
     def work_dir(self) -> Path:

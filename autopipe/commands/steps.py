@@ -20,7 +20,9 @@ from autopipe.commands.models import counted_if_too_large, keeps_decisions, load
 from autopipe.commands.named import remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
+from autopipe.commands.planning.teams import with_team
 from autopipe.commands.settings import (
+    AUTO_TEAM,
     MAX_SHAPES,
     WORK_DIRECTORY,
     ModelSettings,
@@ -41,10 +43,11 @@ from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
-from autopipe.planning.clusters import ASSUMED_HOSTS, with_estimated_times
+from autopipe.planning.clusters import ASSUMED_HOSTS
 from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
 from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
 from autopipe.planning.reschedule import schedule_flags, with_schedule
+from autopipe.planning.teams import on_cluster
 from autopipe.report.perfetto import chrome_trace
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
 from autopipe.schedules import REGISTRY, render
@@ -84,6 +87,8 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     """Capture and measure the model, and write profile.json."""
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
+        if settings.model.team == AUTO_TEAM:  # a plan chooses it
+            settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, team=1))
         measured, _ = counted_if_too_large(lambda how: measure_anew(how, work, minibatch=Minibatch()), settings, work)
         profile = measured.profile
         work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {measured.method}")
@@ -110,6 +115,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
                 previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
             sizes, may_count = microbatch_sizes(settings), request.of_datasheet
+            settings = with_team(settings, work, sizes, minibatch)
             model, profile = ensure_profile(settings.profile, work, sizes, minibatch=minibatch, may_count=may_count)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
@@ -117,7 +123,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
-        profile = with_estimated_times(profile, record.cluster)
+        profile = on_cluster(profile, record.cluster)
         against = reasons = None
         try:
             counted_with = with_averages(profile, request)
@@ -177,7 +183,7 @@ def simulate(
     with only_one(work_dir, "simulates"):
         store = Work.begin(work_dir, progress).store
         plan, record = store.stored_plan()
-        profile = with_estimated_times(store.stored_profile(), record.cluster)
+        profile = on_cluster(store.stored_profile(), record.cluster)
         refuse_disagreement(plan, profile.graph)
         requested = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
         plan, notes = with_schedule(plan, request_of(requested))
@@ -217,6 +223,7 @@ def prepare(
     work = Work.begin(settings.work_dir, progress)
     minibatch = minibatch_of(settings, work.load(Plan, work.store.plan))
     sizes = microbatch_sizes(settings)
+    settings = with_team(settings, work, sizes, minibatch)
     model, profile = ensure_profile(settings.profile, work, sizes, accept, minibatch)
     if not profile.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
         if minibatch is None:

@@ -39,6 +39,10 @@ class Store:
         """The profile of the model."""
         return self.path / "profile.json"
 
+    def profile_of_team(self, size: int) -> Path:
+        """Return the path of the profile of a member of a team, which ``--tensor-parallel auto`` compares."""
+        return self.path / f"profile-team-{size}.json"
+
     @property
     def plan(self) -> Path:
         """The plan."""

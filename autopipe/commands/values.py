@@ -142,6 +142,13 @@ def _audits(value: Any) -> int | None:
     return value
 
 
+def _team(value: Any) -> str | int:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"tensor_parallel must be 'auto' or a whole number of at least 1, got {value!r}")
+    team: str | int = value
+    return team
+
+
 def _schedule(value: str) -> str:
     from autopipe.schedules import REGISTRY
 
@@ -196,6 +203,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "hostfile": _hostfile,
     "audit_every": _audits,
     "schedule": _schedule,
+    "tensor_parallel": _team,
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from autopipe.ir.artifact import OMIT_DEFAULT
 
 # more than any machine has; the planner builds tables and tuples of this length
 MOST_RANKS = 2**17
@@ -146,6 +148,8 @@ class Cluster:
     devices: tuple[ClusterDevice, ...]  # one for all ranks, or one per rank
     source: str  # where the figures come from, as text
     host: RuntimeOverhead = RuntimeOverhead()  # of each rank
+    # the members of each rank and their links, if ranks are teams; levels and devices are then those of teams
+    within: Level | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:
@@ -159,6 +163,11 @@ class Cluster:
     def num_ranks(self) -> int:
         """The number of ranks."""
         return math.prod(level.count for level in self.levels)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices: of the members of all ranks."""
+        return self.num_ranks * (1 if self.within is None else self.within.count)
 
     def device(self, rank: int) -> ClusterDevice:
         """Return the device of a rank."""

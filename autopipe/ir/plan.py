@@ -268,6 +268,12 @@ class Plan:
         """The ranks of each stage."""
         return tuple(stage.ranks for stage in self.stages)
 
+    @property
+    def stage_processes(self) -> tuple[tuple[int, ...], ...]:
+        """The processes of each stage: the members of its ranks, which are adjacent."""
+        size = self.team
+        return tuple(tuple(rank * size + m for rank in ranks for m in range(size)) for ranks in self.stage_ranks)
+
     def request(self, num_minibatches: int = 1) -> ScheduleSpec:
         """Return the spec of the plan's schedule for ``num_minibatches``."""
         options = dict(self.schedule_options)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 
+from autopipe.ir.artifact import OMIT_DEFAULT
 from autopipe.ir.graph import Graph
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -34,6 +35,8 @@ class WorkloadSpec:
     batch_dims: dict[str, int] | None = None  # see ``BatchDimensions.known``; None before the first batch is read
     opaque: str = "auto"  # which modules may run as the user's own code: auto, never, or paths separated by commas
     opaque_modules: tuple[str, ...] = ()  # the modules that do, as the capture decided
+    # members of each rank, which share out the tensors that carry an axis (``ir.axes``)
+    team: int = field(default=1, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -42,6 +45,8 @@ class WorkloadSpec:
             raise ValueError(f"the seed must fit in 64 bits, and is {self.seed}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"the learning rate must be finite and at least 0, and is {self.lr}")
+        if self.team < 1:
+            raise ValueError(f"a team needs at least one member, and has {self.team}")
 
     def with_hook(self, name: str, target: str) -> WorkloadSpec:
         """Return the spec with another TARGET for a hook."""

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from autopipe import sparse
 from autopipe.casts import is_replaceable, replace, shared_cast
 from autopipe.draws import seed_recurrent_layers
+from autopipe.team import Unplaced
 
+_STAGE = "stage_of_the_team"  # the attribute of a piece
 _CAPTURED = "cpu"  # the type of the device on which models are captured
 
 
@@ -155,6 +157,10 @@ class Piece:
                 attributes[_attribute(node)] = state.attribute(str(node.target))
             args, kwargs = arguments_on(state.device, node)
             arguments = fx.node.map_arg(args, argument), fx.node.map_arg(kwargs, argument)
+            if args and isinstance(args[0], Unplaced):  # torch.fx would write it as a name
+                if _STAGE not in attributes:
+                    attributes[_STAGE], stage = args[0], graph.get_attr(_STAGE)
+                arguments = (stage, *arguments[0][1:]), arguments[1]
             region.enter(node)
             target = _attribute(node) if node.op == "call_module" else _callable(node.target)
             copies[node.name] = graph.create_node(node.op, target, *arguments, name=node.name)

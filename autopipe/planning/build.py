@@ -121,6 +121,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     return Plan(
         graph_digest=graph.digest,
         workload=problem.profile.workload,
+        team=problem.profile.workload.team,
         num_ranks=num_used,
         stages=stages,
         boundaries=boundaries,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopipe.errors import unknown_choice
+from autopipe.ir.artifact import OMIT_DEFAULT
 from autopipe.ir.cluster import Cluster
 from autopipe.schedules import REGISTRY
 
@@ -28,6 +29,7 @@ _OPTIONS = {
     "warmup_depth": "--warmup-depth",
     "grid": "--schedule-file",
     "averages": "--ema",
+    "team": "--tensor-parallel",
 }
 _FILES = ("cluster", "grid")  # their contents are not shown
 # options that are reset when the schedule changes
@@ -63,6 +65,7 @@ class PlanRequest:
     exact_ties: str | None = None
     shard_optimizer: str | None = None
     averages: bool | None = None  # whether memory for averaged weights is counted
+    team: int | None = field(default=None, metadata=OMIT_DEFAULT)  # members of a rank; 0: the planner chooses
 
     def __post_init__(self) -> None:
         counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
@@ -123,7 +126,9 @@ class PlanRequest:
         for name, option in _OPTIONS.items():
             before, after = getattr(self, name), getattr(other, name)
             if before != after:
-                changes.append(option if name in _FILES else f"{option} {_shown(before)} -> {_shown(after)}")
+                changes.append(
+                    option if name in _FILES else f"{option} {_shown(name, before)} -> {_shown(name, after)}"
+                )
         return tuple(changes)
 
 
@@ -137,5 +142,7 @@ def flag_of(option: str) -> str:
     return _OPTIONS["warmup_depth" if option == "depth" else option]
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, value: object) -> str:
+    if name == "team" and value == 0:
+        return "auto"
     return "unset" if value is None else str(value)

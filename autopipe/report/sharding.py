@@ -12,8 +12,13 @@ TEAM = 2
 _AXES, _REASONS = 4, 3  # shown
 
 
-def line(graph: Graph) -> str:
-    """Return how much of the parameters can be sharded, along which axes, and why the rest is whole."""
+def line(graph: Graph, team: int = 1) -> str:
+    """Return how much of the parameters can be sharded, along which axes, and why the rest is whole.
+
+    ``team``: of how many members the graph is that of one.
+    """
+    if team > 1:
+        return f"tensor parallelism: these are the figures of one of {team} members, which share out the model"
     shard = coverage(graph, TEAM)
     why = _listed([f"{_percent(share)} {reason}" for reason, share in shard.whole.items()], _REASONS, "; ")
     if not shard.axes:

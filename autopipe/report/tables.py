@@ -116,8 +116,9 @@ def block_table(profile: Profile, most: int = 12) -> Table:
 
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
     """Return one row per stage: its modules, the time of a microbatch, its memory, and the bytes that it sends."""
+    members = f" of {plan.team} members" if plan.team > 1 else ""
     table = new_table(
-        f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, {plan.schedule}, "
+        f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}{members}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
         "stage",
         "ranks",

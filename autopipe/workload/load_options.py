@@ -22,6 +22,7 @@ class LoadOptions:
     seed: int = 0
     precision: str = "fp32"  # fp32, bf16 or fp16
     opaque: str = "auto"  # see ``WorkloadSpec.opaque``
+    team: int = 1  # members of each rank (--tensor-parallel)
 
     def spec(self) -> WorkloadSpec:
         """Return the spec of these options. An optimizer that is a TARGET becomes a hook. Nothing is imported."""
@@ -38,4 +39,5 @@ class LoadOptions:
             lr=self.lr,
             precision=self.precision,
             opaque=self.opaque,
+            team=self.team,
         )

@@ -138,6 +138,10 @@ class Workload:
         """Set the modules that run as the user's own code: a forward under ``Draws`` gives each its own draws."""
         self._spec = dataclasses.replace(self._spec, opaque_modules=tuple(modules))
 
+    def run_in_teams(self, size: int) -> None:
+        """Set the number of members of each rank."""
+        self._spec = dataclasses.replace(self._spec, team=size)
+
     # --- the batches --------------------------------------------------------------------------------------------------
 
     def example_item(self, batch_size: int | None = None) -> Item:

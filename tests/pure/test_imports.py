@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "report": {*_BASE, "schedules", "planning"},
     "workload": {*_BASE, "draws", "sparse"},
     "trace": {*_FORWARD, "workload"},
-    "measure": {*_BASE, "casts", "draws", "sparse", "strides"},
+    "measure": {*_BASE, "casts", "draws", "sparse", "strides", "team"},
     "generate": {*_FORWARD, "stage"},
     "runtime": _RUN,
     "verify": _RUN,

@@ -63,7 +63,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if settings.plan.gpus != 1:
             repeating.start()
         prepared = prepare(settings.plan, progress)
-        if prepared.plan.num_ranks > 1:
+        if prepared.plan.num_processes > 1:
             begin(repeating, prepared, evaluation=False)
         if repeating.begun:
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)

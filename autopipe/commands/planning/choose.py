@@ -20,13 +20,14 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import COUNTED, Profile
 from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan
-from autopipe.planning.clusters import by_datasheet, cluster_of_figures, this_machine, with_estimated_times
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, this_machine
 from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.scores import simulator_score
 from autopipe.planning.space import Space, most_stages
 from autopipe.planning.spilled.offer import with_offer
+from autopipe.planning.teams import of_teams, on_cluster
 from autopipe.runtime.context import refuse_stale_ties
 from autopipe.schedules import REGISTRY, lines_of
 from autopipe.workload import Workload
@@ -64,6 +65,8 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
         changes = record.request.changes_to(request)
         if not same_model:
             reason = f"the model changed ({stored.graph_digest} -> {profile.graph.digest})"
+            if stored.team != profile.workload.team:
+                reason = f"--tensor-parallel {stored.team} -> {profile.workload.team}"
         elif changes:
             reason = ", ".join(changes)
         elif record.profile_digest != profile_digest(profile):
@@ -72,7 +75,7 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
             reason = "the links were measured again"
         else:
             refuse_disagreement(stored, profile.graph)
-            work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) reused")
+            work.notes.append(f"plan of {counted(stored.num_processes, 'rank')} ({stored.schedule}) reused")
             return stored, record
     chosen = choose_plan(profile, request, work, batch_of(workload, request))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
@@ -95,11 +98,9 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
 
     Raises: PlanError if no plan exists, or if the stages of a tied parameter would read different versions of it.
     """
-    num_ranks = ranks_of(request, profile)
-    cluster = cluster_of(request, num_ranks, profile, work)
-    space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
+    space, cluster = space_of(profile, request, work, batch_size)
     start = time.perf_counter()
-    choices = _choices(request, space, profile, work)
+    choices = choices_of(request, space, profile, work)
     shard = request.shard_optimizer != "never"
     plan, search_progress = search(with_averages(profile, request), cluster, choices, work.progress, shard=shard)
     refuse_stale_ties(plan, profile.graph, plan.request())
@@ -112,6 +113,13 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
     artifact.save(plan, work.store.plan)
     artifact.save(record, work.store.record)
     return Chosen(plan, record, space, seconds, not search_progress.stopped and space.covered_by(choices))
+
+
+def space_of(profile: Profile, request: PlanRequest, work: Work, batch_size: int) -> tuple[Space, Cluster]:
+    """Return the plans to consider for a request, and the cluster they are for."""
+    num_ranks = ranks_of(request, profile)
+    cluster = cluster_of(request, num_ranks, profile, work)
+    return Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed"), cluster
 
 
 def with_averages(profile: Profile, request: PlanRequest) -> Profile:
@@ -135,7 +143,7 @@ def search(
 
     Raises: PlanError if there is no plan, or the profile has no times; ScheduleError if no schedule can run the plan.
     """
-    search_progress, profile = SearchProgress(later(progress)), with_estimated_times(profile, cluster)
+    search_progress, profile = SearchProgress(later(progress)), on_cluster(profile, cluster)
     if profile.device.kind == COUNTED:
         raise PlanError(
             f"the profile of {profile.graph.name} has no times, because it was taken with --estimate",
@@ -196,7 +204,7 @@ def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Pr
     return report
 
 
-def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -> tuple[PlanOptions, ...]:
+def choices_of(request: PlanRequest, space: Space, profile: Profile, work: Work) -> tuple[PlanOptions, ...]:
     """Return the options to search: also with replicas, unless the request or the model excludes them.
 
     Raises: PlanError if there are more ranks than stages and replicas are excluded.
@@ -228,20 +236,39 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
 def ranks_of(request: PlanRequest, profile: Profile) -> int:
     """Return the number of ranks: of the schedule file, --gpus, the cluster, or the GPUs of this machine.
 
-    Raises: RunError if none of them gives it; PlanError if schedule file and --gpus differ.
+    If ranks are teams, it is the number of teams.
+
+    Raises: RunError if none of them gives it; PlanError if schedule file and --gpus differ, or teams do not divide it.
     """
+    team = profile.workload.team
     if request.grid is not None:
         rows = len(lines_of(request.grid))
-        if request.gpus not in (None, rows):
+        if request.gpus not in (None, rows * team):
             raise PlanError(
-                f"the schedule file has {counted(rows, 'row')}, one per rank, but --gpus is {request.gpus}",
-                remedy=f"use --gpus {rows}, or a file with {request.gpus} rows",
+                f"the schedule file has {counted(rows, 'row')}, one per rank{_of_team(team)}, but --gpus is "
+                f"{request.gpus}",
+                remedy=f"use --gpus {rows * team}, or a file with another number of rows",
             )
         return rows
+    devices = devices_of(request, profile)
+    if devices % team:
+        raise PlanError(
+            f"{counted(devices, 'device')} cannot be divided into teams of {team}",
+            remedy=f"use --gpus {max(devices // team, 1) * team}, or another --tensor-parallel",
+        )
+    return devices // team
+
+
+def _of_team(team: int) -> str:
+    return f" of {team} members" if team > 1 else ""
+
+
+def devices_of(request: PlanRequest, profile: Profile) -> int:
+    """Return the number of devices. Raises: RunError if it is not known."""
     if request.gpus is not None:
         return request.gpus
     if request.schedule is not None and request.schedule in REGISTRY and REGISTRY[request.schedule].spills:
-        return 1
+        return profile.workload.team
     if request.cluster is not None:
         return request.cluster.num_ranks
     if profile.device.kind == "cuda":
@@ -256,11 +283,21 @@ def ranks_of(request: PlanRequest, profile: Profile) -> int:
 
 
 def cluster_of(request: PlanRequest, num_ranks: int, profile: Profile, work: Work) -> Cluster:
-    """Return the cluster: of a file, of figures, or this machine with its measured links."""
+    """Return the cluster: of a file, of figures, or this machine with its measured links.
+
+    Its ranks are those of the profile: teams, if it is that of a member.
+
+    Raises: PlanError if its devices cannot be divided into teams.
+    """
+    team = profile.workload.team
+    return of_teams(_cluster_of_devices(request, num_ranks * team, profile, work), team)
+
+
+def _cluster_of_devices(request: PlanRequest, num_devices: int, profile: Profile, work: Work) -> Cluster:
     if request.cluster is not None:
         return by_datasheet(request.cluster, profile)
     links = work.load(Links, work.store.links)
     if request.of_other_devices:
         given = request.gpu_memory_bytes, request.link, request.device_name
-        return cluster_of_figures(num_ranks, profile, *given, links)
-    return this_machine(num_ranks, profile.device, links)
+        return cluster_of_figures(num_devices, profile, *given, links)
+    return this_machine(num_devices, profile.device, links)

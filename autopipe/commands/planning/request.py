@@ -37,6 +37,7 @@ def request_of(settings: PlanSettings) -> PlanRequest:
         grid=grid,
         exact_ties=settings.exact_ties,
         shard_optimizer=settings.shard_optimizer,
+        team=settings.tensor_parallel,
         averages=None if settings.ema is None else settings.ema > 0,
     )
 

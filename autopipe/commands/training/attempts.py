@@ -95,8 +95,8 @@ class Attempts:
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
         steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
-        fields = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
-        stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_ranks}
+        fields = {"ranks": plan.num_processes, "steps": steps, "start_step": max(start, 0)}
+        stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_processes}
         self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
     def _launch(self, stop: StopRequest | None) -> None:
@@ -166,7 +166,7 @@ class Attempts:
             self._replan(self._remaining_ranks(error), start)
         else:  # use the plan and stage files of the run, because those of the work directory may have changed
             self.run.write_job(self.make_job(self.settings, self.prepared, start))
-        ranks = self.prepared.plan.num_ranks
+        ranks = self.prepared.plan.num_processes
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
         self.restarts.append(restart)
         self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
@@ -175,7 +175,7 @@ class Attempts:
 
     def _remaining_ranks(self, error: WorkerError) -> int:
         """Exclude the host of the failed rank, or its device; return the number of ranks that remain possible."""
-        launched, ranks = self.settings.launch, self.prepared.plan.num_ranks
+        launched, ranks = self.settings.launch, self.prepared.plan.num_processes
         left = tuple(host for host in launched.hosts if host.name != error.host)
         if not error.host or not left:
             self._exclude_device(error.rank)
@@ -194,6 +194,7 @@ class Attempts:
         the plan there must not change.
         """
         plan, profile = self.prepared.plan, self.settings.plan.profile
+        ranks -= ranks % plan.team if ranks > plan.team else 0
         with tempfile.TemporaryDirectory(prefix="autopipe-plan-") as scratch:
             store = Store(Path(scratch))
             artifact.save(self.prepared.profile, store.profile)

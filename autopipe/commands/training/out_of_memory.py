@@ -13,8 +13,8 @@ from autopipe.commands.steps import Prepared
 from autopipe.errors import AutopipeError, WorkerError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.clusters import with_estimated_times
 from autopipe.planning.cost.peaks import search_within_memory
+from autopipe.planning.teams import on_cluster
 from autopipe.schedules import REGISTRY
 from autopipe.units import as_size_option
 
@@ -53,7 +53,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
     memory = f"--gpu-memory {as_size_option(limit)}"
     try:
         room = replace(prepared.cluster, devices=devices)
-        profile = with_estimated_times(prepared.profile, room)
+        profile = on_cluster(prepared.profile, room)
         smaller = search_within_memory(profile, room, lambda least: make_plan(profile, least, options))
     except AutopipeError as error:
         return f"{error.remedy}; plan for it with {memory}"

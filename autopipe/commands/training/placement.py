@@ -25,7 +25,7 @@ def rehearse(settings: TrainSettings) -> list[HostCommand]:
 
     Raises: ArtifactError if no plan is stored either; RunError if the ranks do not fit on the hosts.
     """
-    world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_ranks
+    world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_processes
     path = settings.run_dir or settings.plan.work_dir / "runs" / "DATE"
     return commands(
         LaunchRequest(run=RunDirectory(path), world_size=world, on_event=lambda event: None, settings=settings.launch)

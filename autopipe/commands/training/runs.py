@@ -86,7 +86,7 @@ def train(
                 repeating.start()
             accept = None if source is None else functools.partial(refuse_other_model, source)
             prepared = prepare(settings.plan, progress, accept)
-            if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
+            if settings.data_reader == "auto" and prepared.plan.num_processes > 1:
                 begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
                 prepared = _covered(settings, prepared, repeating, progress)
             for note in prepared.notes:
@@ -239,7 +239,7 @@ def _launch(
     rendezvous: Rendezvous | None,
     stop: Callable[[], bool] | None,
 ) -> TrainResult:
-    world = prepared.plan.num_ranks
+    world = prepared.plan.num_processes
     listener = Listener(run, events, world)
     elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
@@ -248,7 +248,7 @@ def _launch(
     )
     attempts.follow(start)
     plan = attempts.prepared.plan
-    _write_timeline(run, listener, plan.num_ranks)
+    _write_timeline(run, listener, plan.num_processes)
     seconds = max(listener.ended - listener.started, 0.0)
     rate = listener.samples * plan.flops_per_sample / seconds / plan.num_ranks if seconds else 0.0
     profile = attempts.prepared.profile
@@ -257,7 +257,7 @@ def _launch(
         steps=len(listener.losses),
         seconds=seconds,
         samples_per_second=listener.samples / seconds if seconds else 0.0,
-        ranks=plan.num_ranks,
+        ranks=plan.num_processes,
         schedule=plan.schedule,
         stages=len(plan.stages),
         run_dir=str(run.path),

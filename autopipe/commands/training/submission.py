@@ -65,7 +65,7 @@ def ranks_of(settings: TrainSettings) -> int:
             f"--launcher {settings.launch.name} needs the number of ranks: --gpus is not given, and no plan is stored",
             remedy="add --gpus N, or run autopipe plan first",
         )
-    return store.stored_plan()[0].num_ranks
+    return store.stored_plan()[0].num_processes
 
 
 def _on_gpus(settings: TrainSettings, requested: bool = False) -> bool:

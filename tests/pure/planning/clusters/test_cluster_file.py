@@ -29,7 +29,7 @@ def test_a_file_is_read(tmp_path):
 
 
 def test_the_documented_files_are_read(tmp_path):
-    page = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
+    page = Path(__file__).resolve().parents[4] / "docs" / "cli.md"
     first, second = re.findall(r"^```toml$(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     more = f'{SPEED}\nmemory_speed = 1.0\nhost_bandwidth = "25GB/s"'  # the page has two more keys
     assert cluster_from(tmp_path, first) == cluster_from(tmp_path, CLUSTER_FILE.replace(SPEED, more))
