@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopipe import draws
 from autopipe.errors import ArtifactError
-from autopipe.ir.axes import Place, Segment
+from autopipe.ir.teams.axes import Place, Segment
 from autopipe.team import Alone, Along, Team, cut
 
 

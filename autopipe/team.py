@@ -1,9 +1,9 @@
 """Calls of generated stage files in which the members of a team exchange tensors.
 
-A *team* is the processes that run one stage together. Each has ``1/t`` of the tensors that carry an axis (``ir.axes``),
-and all of every other tensor. Every member runs the same file. What it exchanges with the others is written there:
-``entered`` and ``summed`` around the products that are cut, and one function for each call that adds over an axis in
-another way. Sums are in the order of the members, so all of them have the same result, bit for bit.
+A *team* is the processes that run one stage together. Each has ``1/t`` of the tensors that carry an axis
+(``ir.teams.axes``), and all of every other tensor. Every member runs the same file. What it exchanges with the others
+is written there: ``entered`` and ``summed`` around the products that are cut, and one function for each call that adds
+over an axis in another way. Sums are in the order of the members, so all of them have the same result, bit for bit.
 
 Source of ``entered`` and ``summed``: Megatron-LM (arXiv:1909.08053), section 3, where they are called f and g.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopipe.ir.axes import Place, Segment
+from autopipe.ir.teams.axes import Place, Segment
 
 Along = tuple[int, int, tuple[tuple[int, int], ...]]
 """Where a value carries an axis: its dimension, the size of the axis, and (length, inner) of each segment."""
@@ -103,12 +103,14 @@ def summed(stage: Member, part: Tensor) -> Tensor:
 
 def summed_linear(stage: Member, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``linear(value, weight, bias)`` whose inputs are cut: the products are summed, and the bias added once."""
-    return summed(stage, functional.linear(value, weight)) + bias
+    total = summed(stage, functional.linear(value, weight))
+    return total + bias.to(total.dtype)  # under autocast, the product is narrower
 
 
 def summed_addmm(stage: Member, bias: Tensor, value: Tensor, weight: Tensor) -> Tensor:
     """Return ``addmm(bias, value, weight)`` whose inner dimension is cut."""
-    return summed(stage, value @ weight) + bias
+    total = summed(stage, value @ weight)
+    return total + bias.to(total.dtype)
 
 
 # --- vocabularies -----------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from autopipe.commands.named import refuse_unnamed, remember
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ModelFileError, RunError, TraceError
-from autopipe.ir.axis_sets import choose
 from autopipe.ir.profile import Profile
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture

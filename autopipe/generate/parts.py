@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor, fx
 
-from autopipe.ir.axes import Shard
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Boundary, Plan, Stage
+from autopipe.ir.teams.axes import Shard
 
 
 class Captured(Protocol):

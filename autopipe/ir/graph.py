@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopipe.ir.artifact import OMIT_DEFAULT, digest
-from autopipe.ir.axes import Axis
 from autopipe.ir.batch import BatchForm
+from autopipe.ir.teams.axes import Axis
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
 _MANY = 1024  # a size with which every shape expression must still be computable

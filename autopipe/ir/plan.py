@@ -200,7 +200,7 @@ class Plan:
     schedule_text: str = ""  # the user's own grid, for the schedule ``custom``
     # replicas divide the optimizer state of their stage by whole parameters
     shard_optimizer: bool = field(default=False, metadata=OMIT_DEFAULT)
-    # members of each rank, which share out the tensors that carry an axis (``ir.axes``); the graph is that of a member
+    # members of each rank, which share out the tensors that carry an axis; the graph is that of a member (``ir.teams``)
     team: int = field(default=1, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:

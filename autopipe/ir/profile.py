@@ -35,7 +35,7 @@ class WorkloadSpec:
     batch_dims: dict[str, int] | None = None  # see ``BatchDimensions.known``; None before the first batch is read
     opaque: str = "auto"  # which modules may run as the user's own code: auto, never, or paths separated by commas
     opaque_modules: tuple[str, ...] = ()  # the modules that do, as the capture decided
-    # members of each rank, which share out the tensors that carry an axis (``ir.axes``)
+    # members of each rank, which share out the tensors that carry an axis (``ir.teams.axes``)
     team: int = field(default=1, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:

@@ -1,12 +1,14 @@
-"""Ranks that are teams (``--tensor-parallel``): their cluster."""
+"""Ranks that are teams (``--tensor-parallel``): their cluster, and the time of the sums over their members."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopipe.errors import PlanError, counted
-from autopipe.ir.cluster import Cluster, ClusterDevice
-from autopipe.ir.profile import Profile
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.profile import Measurement, Profile
+from autopipe.ir.teams.exchanged import team_bytes
 from autopipe.planning.clusters import with_estimated_times
 
 
@@ -45,8 +47,37 @@ def _slowest(devices: tuple[ClusterDevice, ...]) -> ClusterDevice:
 
 
 def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile as the planner uses it: estimated for a datasheet.
+    """Return the profile as the planner uses it: estimated for a datasheet, with the sums over the members of teams.
 
     Raises: PlanError if the times of a device with a datasheet cannot be estimated.
     """
-    return with_estimated_times(profile, cluster)
+    profile = with_estimated_times(profile, cluster)
+    if cluster.within is None:
+        return profile
+    speed = cluster.speed_of(range(cluster.num_ranks))
+    measurements = tuple(_with_sums(m, profile, cluster.within, speed) for m in profile.measurements)
+    return dataclasses.replace(profile, measurements=measurements)
+
+
+def _with_sums(measurement: Measurement, profile: Profile, within: Level, speed: float) -> Measurement:
+    """Return a measurement whose nodes include their sums, which do not depend on the speed of the device."""
+    costs = dict(measurement.costs)
+    sizes = profile.graph.sizes(measurement.microbatch_size)
+    for name, sums in team_bytes(profile.graph, sizes, within.count).items():
+        forward, backward = (
+            speed * math.fsum(ring_seconds(count, within) for count in counts)
+            for counts in (sums.forward, sums.backward)
+        )
+        cost = costs[name]
+        costs[name] = dataclasses.replace(
+            cost,
+            forward_seconds=cost.forward_seconds + forward,
+            backward_seconds=cost.backward_seconds + backward,
+        )
+    return dataclasses.replace(measurement, costs=costs)
+
+
+def ring_seconds(num_bytes: int, level: Level) -> float:
+    """Return the seconds of a sum over the members of a level, by a ring: 2 (t - 1) / t of the bytes pass a link."""
+    steps = 2 * (level.count - 1)
+    return steps / level.count * num_bytes / level.ring_bandwidth + steps * level.latency_seconds

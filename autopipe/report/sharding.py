@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from autopipe.ir.axis_sets import Coverage, coverage
 from autopipe.ir.graph import Graph
+from autopipe.ir.teams.axis_sets import Coverage, coverage
 
 TEAM = 2
 _AXES, _REASONS = 4, 3  # shown

@@ -8,8 +8,8 @@ from dataclasses import field
 
 from torch import Tensor, fx
 
-from autopipe.ir.axes import Shard
 from autopipe.ir.graph import Graph
+from autopipe.ir.teams.axes import Shard
 from autopipe.trace.evaluation import Arguments
 from autopipe.trace.loss.divisor import Divisor
 

@@ -20,9 +20,9 @@ from autopipe.commands.settings import AUTO_TEAM, PlanSettings
 from autopipe.commands.store import PlanRecord, Work
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.ir import artifact
-from autopipe.ir.axis_sets import coverage
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
+from autopipe.ir.teams.axis_sets import coverage
 from autopipe.planning.requests import PlanRequest
 from autopipe.workload.cutting.hook import Minibatch
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autopipe.ir.axes import Place, Segment
+from autopipe.ir.teams.axes import Place, Segment
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint.manifest import TensorSlice
 from autopipe.stage import Stage

@@ -30,6 +30,7 @@ class TeamTransport:
         self.rank, self.member = divmod(processes.rank, size)
         self.world_size = processes.world_size // size
         self.leads = processes.leads
+        self.num_bytes = 0  # that this member has given to the sums of ``add``
 
     def _process(self, rank: int) -> int:
         return rank * self.size + self.member
@@ -80,6 +81,7 @@ class TeamTransport:
     def add(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the members of this rank, in place and in their order (``autopipe.team.Team``)."""
         first = self.rank * self.size
+        self.num_bytes += tensor.numel() * tensor.element_size()
         self.processes.all_reduce(range(first, first + self.size), tensor)
 
 

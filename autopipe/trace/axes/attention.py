@@ -6,7 +6,7 @@ import operator
 
 from torch import fx, nn
 
-from autopipe.ir.axes import MULTIHEAD
+from autopipe.ir.teams.axes import MULTIHEAD
 from autopipe.trace.axes.call import Call, Parts, rule
 from autopipe.trace.axes.leaves import Dimension, Dims, NoRuleError
 

@@ -133,7 +133,7 @@ class Call:
         self.leaves.mark_whole(leaves, why)
 
     def adds(self, leaves: Iterable[int], how: str) -> None:
-        """Record that the call adds over these leaves; ``how``: one of ``ir.axes.SUMS``."""
+        """Record that the call adds over these leaves; ``how``: one of ``ir.teams.axes.SUMS``."""
         self._roles.sums.append((self.node.name, how, list(leaves)))
 
     def counts(self, value: Any, path: Path, leaves: Iterable[int]) -> None:

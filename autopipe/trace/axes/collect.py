@@ -6,7 +6,8 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from autopipe.ir.axes import (
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.teams.axes import (
     ADDED_BEFORE_BIAS,
     CROSS_ENTROPY,
     LOOKED_UP,
@@ -18,7 +19,6 @@ from autopipe.ir.axes import (
     Rewrite,
     Sum,
 )
-from autopipe.ir.graph import Graph, Node
 from autopipe.trace.axes.find import Reading
 from autopipe.trace.axes.leaves import Dims
 

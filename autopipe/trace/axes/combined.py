@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopipe.ir.axes import (
+from autopipe.ir.teams.axes import (
     ADDED,
     ADDED_BEFORE_BIAS,
     CROSS_ENTROPY,
@@ -108,7 +108,7 @@ def _added_before_bias(combination: Combination) -> list[Tensor]:
             )
             products.append(x @ weight)
         biases.append(bias)
-    return [total + bias for total, bias in zip(summed(products), biases, strict=True)]
+    return [total + bias.to(total.dtype) for total, bias in zip(summed(products), biases, strict=True)]
 
 
 def _operands(combination: Combination, member: int, function: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autopipe.ir.axes import Place
+from autopipe.ir.teams.axes import Place
 from autopipe.trace.axes.combined import cut
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopipe.ir.axes import Segment
+from autopipe.ir.teams.axes import Segment
 
 Dimension = list[int]  # leaves
 Dims = list[Dimension]  # of one tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopipe.ir.axes import CROSS_ENTROPY, LOG_SOFTMAX, LOOKED_UP, PICKED
+from autopipe.ir.teams.axes import CROSS_ENTROPY, LOG_SOFTMAX, LOOKED_UP, PICKED
 from autopipe.trace.axes.call import Call, rule
 from autopipe.trace.axes.leaves import Dims, NoRuleError
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autopipe import draws
-from autopipe.ir.axes import MULTIHEAD, Axis, Place, Rewrite
 from autopipe.ir.graph import Graph
+from autopipe.ir.teams.axes import MULTIHEAD, Axis, Place, Rewrite
 from autopipe.trace.axes.combined import COMBINED, cut, entered
 from autopipe.trace.axes.drawn import drawn
 from autopipe.trace.axes.find import attribute
@@ -36,7 +36,7 @@ class TeamOutcome:
 
 
 class Members:
-    """A team of ``team`` members that shard ``axes``, which must be a set without conflicts (``ir.axis_sets``)."""
+    """A team of ``team`` members that shard ``axes``, a set without conflicts (``ir.teams.axis_sets``)."""
 
     def __init__(self, graph: Graph, module: fx.GraphModule, axes: Sequence[Axis], team: int) -> None:
         self._graph = graph

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autopipe.ir.axes import ADDED, ADDED_BEFORE_BIAS
+from autopipe.ir.teams.axes import ADDED, ADDED_BEFORE_BIAS
 from autopipe.trace.axes.call import Call, rule
 from autopipe.trace.axes.leaves import Dims, NoRuleError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autopipe.ir.axes import ADDED
+from autopipe.ir.teams.axes import ADDED
 from autopipe.trace.axes.call import Call, Parts, rule
 from autopipe.trace.axes.elementwise import elementwise
 from autopipe.trace.axes.leaves import Dims, NoRuleError

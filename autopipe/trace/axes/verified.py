@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopipe.ir.axes import Axis
-from autopipe.ir.axis_sets import choose
+from autopipe.ir.teams.axes import Axis
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace.axes.combined import joined
 from autopipe.trace.axes.members import Members, TeamOutcome
 from autopipe.trace.graph.replay import replay
@@ -33,7 +33,7 @@ class Verified:
 def choose_verified(
     capture: Capture, axes: Sequence[Axis], leaves: Mapping[str, Tensor], team: int, *, seed: int = 0
 ) -> Verified:
-    """Return the axes that a team shards (``ir.axis_sets.choose``) and that hold on a batch.
+    """Return the axes that a team shards (``ir.teams.axis_sets.choose``) and that hold on a batch.
 
     ``leaves``: the tensors of a batch by input, preferably of another size than the captured batch, so that a number
     that depends on it is noticed. In place of an axis that does not hold, those that it excluded are chosen. A model

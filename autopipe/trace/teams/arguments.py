@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopipe.ir.axes import Place
+from autopipe.ir.teams.axes import Place
 from autopipe.team import Along
 
 

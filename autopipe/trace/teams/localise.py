@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from autopipe import team
 from autopipe.errors import TraceError
-from autopipe.ir.axes import (
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.teams.axes import (
     ADDED,
     ADDED_BEFORE_BIAS,
     CROSS_ENTROPY,
@@ -27,7 +28,6 @@ from autopipe.ir.axes import (
     Rewrite,
     shards_of,
 )
-from autopipe.ir.graph import Graph, Node
 from autopipe.ir.tensor import TensorSpec
 from autopipe.team import STAGE
 from autopipe.trace.record.canonical import arguments_text

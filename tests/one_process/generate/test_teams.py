@@ -1,4 +1,7 @@
-"""The generated stage of a team, one thread for each member, equals ``Members``, which adds the same parts."""
+"""The generated stage of a team, one thread for each member, equals ``Members``, which adds the same parts.
+
+What its members exchange, counted, is what ``ir.teams.exchanged`` says.
+"""
 
 import threading
 from collections.abc import Callable
@@ -12,8 +15,9 @@ from support.pipelines import plan_for, profile_of
 
 from autopipe.generate import generate
 from autopipe.generate.loader import load_constants, load_stage
-from autopipe.ir.axis_sets import choose
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.teams.axis_sets import choose
+from autopipe.ir.teams.exchanged import team_bytes
 from autopipe.trace import capture
 from autopipe.trace.axes import Members, find_axes
 from autopipe.trace.teams import of_team
@@ -29,8 +33,10 @@ class ThreadTeam:
     def __init__(self, member: int, size: int, barrier: threading.Barrier, parts: dict[int, torch.Tensor]) -> None:
         self.member, self.size = member, size
         self._barrier, self._parts = barrier, parts
+        self.exchanged: list[int] = []  # bytes
 
     def add(self, tensor: torch.Tensor) -> None:
+        self.exchanged.append(tensor.numel() * tensor.element_size())
         self._parts[self.member] = tensor.clone()
         self._barrier.wait(SECONDS)
         total = self._parts[0].clone()
@@ -80,10 +86,17 @@ def assert_equal_to_members(workload, captured, leaves, size, folder: Path):
         stage.join(team)
         stage.seed(WHERE)
         outputs = stage(*(leaves[name].clone() for name in code.INPUTS))
+        forward = [*team.exchanged]
         outputs[0].backward()
-        return outputs[0].detach(), dict(stage.named_parameters())
+        return outputs[0].detach(), dict(stage.named_parameters()), (forward, team.exchanged[len(forward) :])
 
-    for member, (loss, parameters) in enumerate(on_members(size, run)):
+    sizes = {s.name: leaves[s.input].shape[s.dimension] for s in of_member.graph.symbols}
+    planned = team_bytes(of_member.graph, sizes, size)
+    forward = [count for node in of_member.graph.nodes if node.name in planned for count in planned[node.name].forward]
+    backward = [count for amounts in planned.values() for count in amounts.backward]
+    for member, (loss, parameters, exchanged) in enumerate(on_members(size, run)):
+        assert exchanged[0] == forward
+        assert sorted(exchanged[1]) == sorted(backward)
         assert torch.equal(loss, expected.outputs[0][member].detach())
         for name, gradients in expected.gradients.items():
             ours = parameters[name].grad

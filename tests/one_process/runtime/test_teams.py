@@ -10,7 +10,7 @@ import torch
 from support import oracle
 from support.pipelines import build, captured, minibatches, plan_for, profile_of
 
-from autopipe.ir.axis_sets import choose
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.directory import directory_of
 from autopipe.trace.axes import find_axes

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.pipelines import captured
 
-from autopipe.ir.axis_sets import choose
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.measure import measure
 from autopipe.trace.axes import find_axes
 from autopipe.trace.graph.replay import Replay

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from autopipe.ir import artifact
-from autopipe.ir.axes import ADDED, Axis, Entry, Place, Rewrite, Segment, Sum
-from autopipe.ir.axis_sets import choose
 from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.teams.axes import ADDED, Axis, Entry, Place, Rewrite, Segment, Sum
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.ir.tensor import TensorSpec
 
 

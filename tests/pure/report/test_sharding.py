@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from autopipe.ir.axes import ADDED, Axis, Place, Segment, Sum
 from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.teams.axes import ADDED, Axis, Place, Segment, Sum
 from autopipe.ir.tensor import TensorSpec
 from autopipe.report import sharding
 

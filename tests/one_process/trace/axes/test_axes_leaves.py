@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from autopipe.ir.axes import Place, Segment
+from autopipe.ir.teams.axes import Place, Segment
 from autopipe.trace.axes.combined import cut, joined
 from autopipe.trace.axes.leaves import Leaves, NoRuleError
 from autopipe.trace.axes.shapes import reshaped

@@ -3,8 +3,8 @@
 import pytest
 from support.models.transformers import MODELS, toy_of
 
-from autopipe.ir.axis_sets import choose, num_bytes
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.teams.axis_sets import choose, num_bytes
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
 from autopipe.trace.axes.verified import verified

@@ -24,8 +24,8 @@ from support.models.axes import (
 )
 from torch import nn
 
-from autopipe.ir.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
-from autopipe.ir.axis_sets import choose
+from autopipe.ir.teams.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
 from autopipe.trace.axes.verified import choose_verified, verified

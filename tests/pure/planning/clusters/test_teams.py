@@ -13,8 +13,9 @@ from autopipe.commands.values import parsed
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device
+from autopipe.ir.tensor import TensorSpec
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.teams import of_teams
+from autopipe.planning.teams import of_teams, on_cluster
 
 HOST, NETWORK = Level("host", 4, 100e9, 1e-6, 80e9), Level("network", 2, 10e9, 1e-5, 4e9)
 OPTIONS = frozenset({"tensor_parallel"})
@@ -53,6 +54,26 @@ def test_devices_are_divided_into_teams(tmp_path):
     with pytest.raises(PlanError, match="3 devices cannot be divided into teams of 2") as refused:
         ranks_of(PlanRequest(gpus=3), profile)
     assert "--gpus 2" in refused.value.remedy
+
+
+def test_sums_over_a_team_take_time():
+    """Forward and backward of an exchanging node take longer by a ring's time, whatever the speed of the device."""
+    profile = chain(3)
+    nodes = [*profile.graph.nodes]
+    spec = TensorSpec(("s0", 100), "float32", requires_grad=True)
+    nodes[1] = dataclasses.replace(nodes[1], kind="call_function", target="autopipe.team.summed_linear", spec=spec)
+    nodes[2] = dataclasses.replace(nodes[2], kind="call_function", target="autopipe.team.entered", spec=spec)
+    graph = dataclasses.replace(profile.graph, nodes=tuple(nodes))
+    profile = dataclasses.replace(profile, graph=graph)
+    cluster = of_teams(Cluster((HOST,), (ClusterDevice("gpu", speed=2.0),), "file"), 4)
+    timed, size = on_cluster(profile, cluster), profile.measurements[0].microbatch_size
+    before, after = profile.measurements[0].costs, timed.measurements[0].costs
+    seconds = 2 * 3 / 4 * 400 * size / 80e9 + 2 * 3 * 1e-6
+    first, second = nodes[1].name, nodes[2].name
+    assert after[first].forward_seconds - before[first].forward_seconds == pytest.approx(2 * seconds)
+    assert after[first].backward_seconds == before[first].backward_seconds
+    assert after[second].forward_seconds == before[second].forward_seconds
+    assert after[second].backward_seconds - before[second].backward_seconds == pytest.approx(2 * seconds)
 
 
 def test_another_team_is_named_as_a_change_of_the_request():

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.axes import Axis
 from autopipe.ir.graph import Graph
+from autopipe.ir.teams.axes import Axis
 
 _EXACT = 12  # so many axes that exclude each other are chosen by trying all sets
 _LEAST = 0.001  # of the bytes of the largest axis: a smaller one costs more in sums over the team than it saves

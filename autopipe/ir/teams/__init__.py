@@ -1,0 +1,1 @@
+"""Teams: the axes that their members shard, and what they exchange."""
