@@ -16,7 +16,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.checkpoint.initial import build_stages, weights_of
-from autopipe.runtime.compiled import compile_stage, refuse_split_backward
+from autopipe.runtime.compiled import compile_stage, refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
@@ -66,7 +66,7 @@ class RankAssembly:
         """
         plan, request, job = self.context.plan, self.context.request, self.job
         if job.compile:
-            refuse_split_backward(plan)
+            refuse_uncompilable(plan)
         schedule = make(plan.schedule, replace(request, num_minibatches=1))
         scaler = self._scaler(schedule)
         runners = self._runners(schedule, scaler)

@@ -41,8 +41,14 @@ _NUMBERS = itertools.count()
 _COMPILER = threading.RLock()
 
 
-def refuse_split_backward(plan: Plan) -> None:
-    """Raise PlanError if the schedule splits the backward, which a compiled stage cannot do."""
+def refuse_uncompilable(plan: Plan) -> None:
+    """Raise PlanError if ranks are teams, or the schedule splits the backward: a compiled stage can do neither."""
+    if plan.team > 1:
+        raise PlanError(
+            f"--compile does not work with --tensor-parallel {plan.team}: the members of a team exchange tensors "
+            "inside of a stage",
+            remedy="omit one of the two",
+        )
     schedule = make(plan.schedule, plan.request())
     if any(i.op == Op.BACKWARD_INPUTS for row in schedule.rows for i in row):
         raise PlanError(

@@ -13,25 +13,24 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from autopipe import sparse
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
+from autopipe.verify.in_stages import Gradients, Trained, fresh, same, train_in_stages
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Subject, plain_training
 from autopipe.verify.reasons import why_another_order, why_not_bitwise
+from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -41,49 +40,6 @@ logger = logging.getLogger(__name__)
 _MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 # how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
-
-
-Gradients = dict[tuple[int, str], torch.Tensor | None]
-
-
-@dataclass(slots=True)
-class _Trained:
-    """The results of a run, in host memory: a GPU has room for one run at a time."""
-
-    # by (step, name)
-    gradients: Gradients = field(default_factory=dict)
-    # the weights after the first step
-    after_first: dict[str, torch.Tensor] = field(default_factory=dict)
-    # the weights at the end
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
-
-    def keep(self, step: int, parameters: Mapping[str, Any]) -> None:
-        """Store the gradients of a step, and the weights before the second step."""
-        for name, parameter in parameters.items():
-            self.gradients[step, name] = None if parameter.grad is None else _copy(parameter.grad)
-            if step == 1:
-                self.after_first[name] = _copy(parameter)
-
-    def finish(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], losses: Any) -> _Trained:
-        """Store the results at the end."""
-        self.parameters = {name: tensor.detach().cpu() for name, tensor in parameters.items()}
-        self.buffers = {name: tensor.detach().cpu() for name, tensor in buffers.items()}
-        self.losses = tuple(losses)
-        self.after_first = self.after_first or self.parameters
-        return self
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory."""
-    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-
-
-def _fresh(items: Sequence[Any]) -> Iterator[Any]:
-    """Iterate copies of the minibatches: a forward may change its batch in place, which the next run must not see."""
-    for item in items:
-        yield pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +53,26 @@ class _Plain:
     items: Sequence[Any]
     # in the order of sums of one process
     settings: PlainSettings
+    # step with these gradients in place of its own, so that every step begins at the weights that they led to
+    forced: Gradients | None = None
 
-    def train(self, subject: Subject | None = None, **changes: Any) -> _Trained:
+    def train(self, subject: Subject | None = None, **changes: Any) -> Trained:
         """Train once, with these changes to the settings."""
-        trained = _Trained()
+        trained = Trained()
+
+        def keep(step: int, parameters: Mapping[str, Any]) -> None:
+            trained.keep(step, parameters)
+            for name, parameter in parameters.items() if self.forced is not None else ():
+                gradient = self.forced.get((step, name)) if self.forced is not None else None
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
         run = plain_training(
             self.workload,
-            _fresh(self.items),
+            fresh(self.items),
             replace(self.settings, **changes),
             device=self.device,
             subject=subject,
-            on_gradients=trained.keep,
+            on_gradients=keep,
         )
         parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
         moving = self.context.graph.moving
@@ -122,7 +87,7 @@ class _Plain:
         """The device of the runs."""
         return torch.device(self.job.device)
 
-    def in_order(self, order: SumOrder, *, compiled: bool = False, **changes: Any) -> _Trained:
+    def in_order(self, order: SumOrder, *, compiled: bool = False, **changes: Any) -> Trained:
         """Train once in the order of a plan: the user's model, or its stages joined if they share parameters.
 
         ``compiled``: its stages joined, and compiled.
@@ -154,29 +119,37 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        trained, shares = _in_stages(loop)  # first: the ranks determine the shares of batches of other shapes
+        # first: the ranks determine the shares of batches of other shapes
+        trained, shares = train_in_stages(workload, run, job, context, items)
         loop = replace(loop, settings=replace(settings, shares=shares.__getitem__))
         plain = loop.train()
         orders = _Orders()
         reference = plain
-        if order.shared and (why := _joined_difference(loop, plain)):
+        if order.shared and plan.team > 1:
+            order = order.without_shared()  # a stage alone does not have the parts of other members
+        elif order.shared and (why := _joined_difference(loop, plain)):
             reasons, order = (*reasons, why), order.without_shared()
         if not order.plain:
             reference = loop.in_order(order)
             orders = _Orders.between(plain, reference)
+        if plan.team > 1:  # an optimizer such as Adam enlarges rounding differences: every step is compared alone
+            loop = replace(loop, forced=trained.gradients)
+            reference = loop.in_order(order)
         worst = _differences(trained, reference, context, job)
         if not reasons and _differ(trained, reference, loop):
             reasons = _other_path(loop, order, trained)
         noise = Worst()
         if reasons:
             noise = _noise(reference, loop.in_order(order, reverse=True))
+        if plan.team > 1:
+            _add_noise(noise, _noise(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
         if job.compile:
             reasons = (*reasons, _add_noise_of_compiler(noise, reference, loop.in_order(order, compiled=True), context))
     finally:
         torch.set_num_threads(threads)
     owners = _owners(context)
     first = [
-        n for (step, n), g in reference.gradients.items() if not step and not _same(trained.gradients.get((0, n)), g)
+        n for (step, n), g in reference.gradients.items() if not step and not same(trained.gradients.get((0, n)), g)
     ]
     return Comparison(
         tuple(
@@ -203,7 +176,7 @@ def compare(
         statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
         why_another_order(context),
         not first and trained.losses[:1] == reference.losses[:1],
-        all(_same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
+        all(same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
         tuple(first),
     )
 
@@ -217,7 +190,7 @@ class _Orders:
     weights: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def between(plain: _Trained, reference: _Trained) -> _Orders:
+    def between(plain: Trained, reference: Trained) -> _Orders:
         """Compare the two plain loops."""
         first, last = Worst(), Worst()
         for (step, name), gradient in plain.gradients.items():
@@ -232,7 +205,7 @@ def _finite(errors: Mapping[str, float]) -> dict[str, float]:
     return {name: error for name, error in errors.items() if math.isfinite(error)}
 
 
-def _joined_difference(loop: _Plain, plain: _Trained) -> str:
+def _joined_difference(loop: _Plain, plain: Trained) -> str:
     """Return why the stages, joined in one process, differ from plain training, "" if no bit differs."""
     try:
         joined = loop.train(loop.joined(shared=True))
@@ -243,39 +216,12 @@ def _joined_difference(loop: _Plain, plain: _Trained) -> str:
     return "the stages of the model, joined in one process, round differently" if unlike else ""
 
 
-def _in_stages(loop: _Plain) -> tuple[_Trained, list[tuple[float, ...]]]:
-    """Train in stages, with ranks as threads. Return the results, and the shares of the parts of each minibatch."""
-    trained = _Trained()
-    sessions = run_in_threads(
-        loop.run,
-        loop.job,
-        loop.context,
-        lambda session: session.train(),
-        items=lambda epoch: _fresh(loop.items),
-        on_gradients=lambda stage, step, parameters: trained.keep(step, parameters),
-    )
-    tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
-    losses = sessions[0].executor.stepper.losses
-    trained.finish(tensors, tensors, [losses[step] for step in sorted(losses)])
-    parts = [loop.workload.split(item, loop.settings.num_microbatches) for item in _fresh(loop.items)]
-    shares = [sessions[0].shares(item, part).factors for item, part in zip(loop.items, parts, strict=True)]
-    del sessions, tensors
-    release(loop.device)
-    return trained, shares
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return sparse.equal(one, other)
-
-
-def _differ(one: _Trained, other: _Trained, loop: _Plain) -> bool:
+def _differ(one: Trained, other: Trained, loop: _Plain) -> bool:
     """Return whether any bit differs."""
     return bool(_differences(one, other, loop.context, loop.job).unequal) or one.losses != other.losses
 
 
-def _differences(trained: _Trained, plain: _Trained, context: RunContext, job: Job) -> Worst:
+def _differences(trained: Trained, plain: Trained, context: RunContext, job: Job) -> Worst:
     worst = Worst()
     scaled = context.plan.workload.precision == "fp16"
     for key, gradient in plain.gradients.items():
@@ -289,7 +235,7 @@ def _differences(trained: _Trained, plain: _Trained, context: RunContext, job: J
     return worst
 
 
-def _other_path(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, ...]:
+def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[str, ...]:
     """Return the lines at which the model branches on ``is_compiling()``, if this explains all differences; else ().
 
     ``torch.compiler.is_compiling()`` is True during capture and False in plain training, so a model may take two paths.
@@ -314,7 +260,7 @@ def _other_path(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, 
     )
 
 
-def _noise(one: _Trained, other: _Trained) -> Worst:
+def _noise(one: Trained, other: Trained) -> Worst:
     worst = Worst()
     for key, gradient in one.gradients.items():
         worst.add_gradient(key[1], other.gradients.get(key), gradient)
@@ -325,7 +271,7 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
     return worst
 
 
-def _add_noise_of_compiler(noise: Worst, eager: _Trained, compiled: _Trained, context: RunContext) -> str:
+def _add_noise_of_compiler(noise: Worst, eager: Trained, compiled: Trained, context: RunContext) -> str:
     """Add to ``noise`` what a compiler changes in the plain loop. Return a sentence on it.
 
     A difference too large for rounding is a fault of the compiler, and no noise.
@@ -336,11 +282,15 @@ def _add_noise_of_compiler(noise: Worst, eager: _Trained, compiled: _Trained, co
     limit = _MOST_COMPILED[context.plan.workload.precision]
     if usual > limit:
         return f"{text}, more than rounding can explain ({limit:g})"
-    changed = _noise(eager, compiled)
-    for known, more in ((noise.errors, changed.errors), (noise.gradients, changed.gradients)):
+    _add_noise(noise, _noise(eager, compiled))
+    return text
+
+
+def _add_noise(noise: Worst, other: Worst) -> None:
+    """Add another sample to ``noise``."""
+    for known, more in ((noise.errors, other.errors), (noise.gradients, other.gradients)):
         for name, error in more.items():
             known[name] = max(known.get(name, 0.0), error)
-    return text
 
 
 def _averaged_in_flight(context: RunContext) -> set[str]:

@@ -30,6 +30,8 @@ def why_not_bitwise(context: RunContext, job: Job) -> tuple[str, ...]:
         reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
     if job.compile:
         reasons.append("--compile: a compiler fuses operations, and rounds differently than eager code")
+    if context.plan.team > 1:
+        reasons.append(f"tensor parallelism: products and sums are added up in {context.plan.team} parts")
     if job.device != "cpu":
         reasons.append(f"{job.device} kernels may add up in another order from run to run")
     dtypes = {context.graph.parameters[name].dtype for stage in context.plan.stages for name in stage.parameters}

@@ -29,7 +29,7 @@ from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
-from autopipe.runtime.compiled import refuse_split_backward
+from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.trace.loss.coupling import normalised_layers
@@ -69,7 +69,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
         if settings.compile:
-            refuse_split_backward(prepared.plan)
+            refuse_uncompilable(prepared.plan)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
         wanted = Wanted(

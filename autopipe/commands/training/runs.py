@@ -42,7 +42,7 @@ from autopipe.report.results import Copied, TrainResult
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.initial import weights_of
-from autopipe.runtime.compiled import refuse_split_backward
+from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.training_state.trial import prove_restorable
@@ -95,7 +95,7 @@ def train(
                 events("note", {"text": f"warning: {warning}"})
             events("plan", {"plan": prepared.plan})
             if settings.compile:
-                refuse_split_backward(prepared.plan)
+                refuse_uncompilable(prepared.plan)
             if settings.evaluate_every:
                 remedy = "omit --eval-every; after training, run autopipe export and evaluate the model itself"
                 refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)

@@ -28,13 +28,13 @@ def run_in_threads(
     body: Callable[[RankSession], None],
     *,
     items: ItemSource | None = None,
-    on_gradients: GradientHook | None = None,
+    on_gradients: Callable[[int], GradientHook] | None = None,
     reporters: Sequence[Reporter] = (),
     timeout_seconds: float = 300.0,
 ) -> list[RankSession]:
     """Run ``body`` on every rank and return the sessions, by rank.
 
-    ``items``: epoch -> minibatches, in place of the data of the workload.
+    ``items``: epoch -> minibatches, in place of the data of the workload. ``on_gradients``: process -> its hook.
 
     Raises: WorkerError for the rank that failed first, its own error as the cause.
     """
@@ -50,7 +50,8 @@ def run_in_threads(
             transport = TeamTransport(transport, context.plan.team)
         try:
             reporter = reporters[rank] if reporters else Silent()
-            session = RankSession.start(run, job, context, transport, reporter, on_gradients=on_gradients)
+            hook = None if on_gradients is None else on_gradients(rank)
+            session = RankSession.start(run, job, context, transport, reporter, on_gradients=hook)
             session.items = items
             sessions[rank] = session
             body(session)

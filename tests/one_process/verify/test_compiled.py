@@ -16,7 +16,7 @@ from support.pipelines import Captured, build, captured_file, minibatches, plan_
 
 from autopipe.errors import PlanError, WorkerError
 from autopipe.runtime import compiled
-from autopipe.runtime.compiled import forward_of, refuse_split_backward
+from autopipe.runtime.compiled import forward_of, refuse_uncompilable
 from autopipe.verify.check import compare
 
 # torch's own, while it compiles the code after a graph break
@@ -155,7 +155,7 @@ def test_a_failing_compiler_is_named_with_the_way_out(
 def test_zero_bubble_is_refused(subject: Captured, tmp_path: Path) -> None:
     plan = plan_for(subject, 2, "zero-bubble", 4, 8)
     with pytest.raises(PlanError, match="--compile does not work with zero-bubble: it runs the backward in two parts"):
-        refuse_split_backward(plan)
+        refuse_uncompilable(plan)
     with pytest.raises(PlanError, match="--compile does not work with zero-bubble"):
         build(subject, plan, tmp_path, compile=True).train(minibatches(subject.workload, 1, 8))
 

@@ -64,7 +64,9 @@ def test_gradients_do_not_depend_on_stages_or_microbatches(sample: str, tmp_path
                 gradients.update({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
 
             plan = plan_for(subject, num_stages, "1f1b", num_microbatches, 8)
-            build(subject, plan, tmp_path / f"{num_microbatches}-{num_stages}").train(items, on_gradients=keep)
+            build(subject, plan, tmp_path / f"{num_microbatches}-{num_stages}").train(
+                items, on_gradients=lambda process, hook=keep: hook
+            )
             assert weights.keys() == expected.keys()
             assert all(torch.equal(weights[name], expected[name]) for name in expected), (num_microbatches, num_stages)
 
