@@ -1,7 +1,8 @@
 """Check that the user's optimizer steps each parameter independently of the others, with synthetic gradients.
 
 In a pipeline, an optimizer is built over the parameters of one stage. If it uses more than each parameter alone (a norm
-over all gradients, a rate by position in the list, one scale for all), a stage steps differently from one process. One
+over all gradients, a rate by position in the list, one scale for all), a stage steps differently from one process. The
+members of a team have parts of tensors, and differ if a step looks beyond each element (a norm or a factorization). One
 step of training may not show this: a warm-up starts at a rate of 0, and a clip or a scale may act later. So the
 optimizer is built over all parameters and over those of each stage. Both get the same gradients of several sizes for a
 dozen steps, at rates other than 0, and the weights are compared after every step.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 SCALES: tuple[float | None, ...] = (1.0, 1e-3, 1e3, 1.0, 1.0, 1e-3, 1e3, 1.0, 0.0, 1.0, None, 1.0)
 # above WHOLE_BYTES of parameters, every dimension of every tensor is truncated to CUT elements
 WHOLE_BYTES, CUT = 4 * 2**20, 16
+# of the largest value of a tensor
+_ROUNDING = 1e-5
 # the learning rate that replaces 0
 _RATE = 1e-3
 
@@ -52,11 +55,23 @@ class Finding:
     draws: bool
 
 
-class _Stepped:
-    """Copies of some parameters, with their own optimizer and scheduler."""
+Part = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns a member's part of a tensor that has the shape of a parameter."""
 
-    def __init__(self, workload: Workload, parameters: Mapping[str, nn.Parameter], *, cut: bool) -> None:
-        self.parameters = {name: _copy(parameter, cut=cut) for name, parameter in parameters.items()}
+
+def _complete(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Stepped:
+    """Copies of some parameters, or of a member's parts of them, with their own optimizer and scheduler."""
+
+    def __init__(
+        self, workload: Workload, parameters: Mapping[str, nn.Parameter], *, cut: bool, part: Part = _complete
+    ) -> None:
+        whole = {name: _copy(parameter, cut=cut) for name, parameter in parameters.items()}
+        self.part, self.shapes = part, {name: parameter.shape for name, parameter in whole.items()}
+        self.parameters = whole if part is _complete else {n: _as_parameter(part(n, p), p) for n, p in whole.items()}
         self.optimizer: Optimizer | None = workload.optimizer(list(self.parameters.items()))
         self.scheduler: LRScheduler | None = None
         if self.optimizer is not None:
@@ -72,7 +87,8 @@ class _Stepped:
         if self.optimizer is None:
             return
         for name, parameter in self.parameters.items():
-            parameter.grad = _gradient(name, parameter, number, scale)
+            gradient = _gradient(name, self.shapes[name], parameter.dtype, number, scale)
+            parameter.grad = None if gradient is None else self.part(name, gradient).clone()
         for group in self.optimizer.param_groups:
             _replace_zero_rate(group)
         with self.random.active():
@@ -121,6 +137,40 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
     return None
 
 
+def probe_members(
+    workload: Workload, dimensions: Mapping[str, int], size: int, model: nn.Module | None = None
+) -> Finding | None:
+    """Return the first difference between an optimizer over a member's parts and one over complete parameters, or None.
+
+    ``dimensions``: the parameters that the ``size`` members of a team cut, and along which dimension. ``model``: the
+    model, built if None. Kernels may round the last elements of a tensor in another way, within ``_ROUNDING``.
+
+    Raises: ModelFileError as the optimizer hook does.
+    """
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.tensor_split(size, dimensions[name])[0] if name in dimensions else tensor
+
+    with exclusive():
+        model = workload.build_model() if model is None else model
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        cut = sum(p.numel() * p.element_size() for p in trained.values()) > WHOLE_BYTES
+        whole, member = (_Stepped(workload, trained, cut=cut, part=each) for each in (_complete, part))
+        for number, scale in enumerate(SCALES, start=1):
+            try:
+                whole.step(number, scale)
+                member.step(number, scale)
+            except Exception as error:
+                log.info("the probe of the optimizer ended in step %d: %s", number, error)
+                return None
+            for name, parameter in member.parameters.items():
+                ours, expected = parameter.detach(), part(name, whole.parameters[name].detach())
+                off = float((ours - expected).nan_to_num().abs().max() / expected.abs().max().clamp_min(1e-30))
+                if off > _ROUNDING:
+                    return Finding(name, -1, number, off, whole.drew)
+    return None
+
+
 def _generators() -> tuple[bytes, str, int]:
     """Return the states of the global generators, which change with every draw."""
     return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())
@@ -136,13 +186,22 @@ def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:
     return copy
 
 
-def _gradient(name: str, parameter: nn.Parameter, number: int, scale: float | None) -> torch.Tensor | None:
+def _as_parameter(part: torch.Tensor, whole: nn.Parameter) -> nn.Parameter:
+    """Return a part of a parameter as one with its Python attributes."""
+    parameter = nn.Parameter(part.detach().clone())
+    parameter.__dict__.update(whole.__dict__)
+    return parameter
+
+
+def _gradient(
+    name: str, shape: torch.Size, dtype: torch.dtype, number: int, scale: float | None
+) -> torch.Tensor | None:
     """Return a gradient that depends only on name and step."""
     seed = zlib.crc32(f"{name} {number}".encode())
     if scale is None and seed % 3 == 0:
         return None
-    values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    return (values * (1.0 if scale is None else scale)).to(parameter.dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (values * (1.0 if scale is None else scale)).to(dtype)
 
 
 def _replace_zero_rate(group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from torch import nn
 
 from autopipe.commands.checking.builds import differing_attribute
+from autopipe.commands.checking.members import refusal_of_team
 from autopipe.commands.steps import Prepared
 from autopipe.errors import RunError, counted
 from autopipe.ir.graph import Graph, Node
@@ -35,9 +36,12 @@ def hidden_cause(prepared: Prepared) -> RunError | None:
     Raises: ModelFileError if the optimizer hook fails.
     """
     plan, workload = prepared.plan, prepared.workload
-    if len(plan.stages) == 1 and not plan.shard_optimizer:
+    if len(plan.stages) == 1 and not plan.shard_optimizer and plan.team == 1:
         return None
     model = workload.build_model()
+    refused = refusal_of_team(workload, plan, prepared.graph, model)
+    if refused is not None or (len(plan.stages) == 1 and not plan.shard_optimizer):
+        return refused
     overlap = _overlap(prepared, model)
     if overlap is not None:
         return overlap
@@ -80,6 +84,11 @@ def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
         remedy="use one nn.Parameter in both places, which autopipe treats as tied; "
         f"{_ONE_STAGE if apart else _COMPLETE}",
     )
+
+
+def refusal_of_hooks(workload: Workload, plan: Plan, graph: Graph) -> RunError | None:
+    """Return the error for hooks that a plan cannot run, whether it is compared with plain training or not."""
+    return refusal_of_team(workload, plan, graph) or refusal_of_after_step(workload, plan, graph)
 
 
 def refusal_of_after_step(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.commands.checking.causes import refusal_of_after_step
+from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
@@ -213,7 +213,7 @@ class Attempts:
             prepared = self._planned(wanted, start)
             if self.settings.check_first:
                 check_first(dataclasses.replace(self.settings, plan=wanted), prepared, self.events)
-            elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
+            elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
                 raise refusal
             write_run(self.run.path, self.make_job(self.settings, prepared, start), prepared)
         self.prepared = dataclasses.replace(prepared, stages=self.run.stages)

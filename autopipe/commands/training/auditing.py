@@ -32,7 +32,7 @@ import autopipe
 from autopipe.commands.named import references
 from autopipe.commands.settings import Events, TrainSettings
 from autopipe.commands.steps import Prepared
-from autopipe.errors import ArtifactError, AuditError, AutopipeError
+from autopipe.errors import ArtifactError, AuditError, AutopipeError, RunError
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
@@ -62,10 +62,20 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
 
     With ``auto``, audits take at most ``SHARE`` of the predicted training time, and coincide with checkpoints if these
     are more frequent.
+
+    Raises: RunError if audits are requested and ranks are teams.
     """
+    plan = prepared.plan
+    if plan.team > 1:
+        if settings.audit_every:
+            raise RunError(
+                f"--audit-every does not work with --tensor-parallel {plan.team}: an optimizer enlarges the rounding "
+                "of sums in parts, so one step cannot be proven from its weights",
+                remedy="omit --audit-every; autopipe check compares the gradients of every step",
+            )
+        return 0
     if settings.audit_every is not None:
         return settings.audit_every
-    plan = prepared.plan
     if not plan.predicted.step_seconds:
         return 0
     weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.commands.checking.causes import refusal_of_after_step
+from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check, check_first, write_run
 from autopipe.commands.evaluation import refuse_impossible
 from autopipe.commands.exporting import export
@@ -113,7 +113,7 @@ def train(
             refuse_changed_data(prepared)
             if settings.check_first:
                 check_first(settings, prepared, events)
-            elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
+            elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
                 raise refusal  # check_first would have raised it
             settings = _with_reader(settings, repeating, events)
             if path is None:
