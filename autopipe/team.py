@@ -11,6 +11,7 @@ Source of ``entered`` and ``summed``: Megatron-LM (arXiv:1909.08053), section 3,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -243,3 +244,56 @@ def attended(
         scores = scores.masked_fill(~attn_mask, float("-inf")) if is_allowed else scores + attn_mask
     weights = scores.softmax(-1)
     return (weights * _mask(stage, weights, dropout_p, along)) @ value
+
+
+def multihead(
+    stage: Member,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    in_weight: Tensor | tuple[Tensor, Tensor, Tensor],
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    heads: int,
+    dropout_p: float = 0.0,
+    batch_first: bool = False,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Return what a member's ``heads`` heads add to the result of an ``nn.MultiheadAttention``: [length, batch, width].
+
+    ``in_weight``: of queries, keys and values, in one tensor or in three. Masks are those of the module,
+    two-dimensional; with ``is_causal`` there is no ``attn_mask``.
+    """
+    batched = [x.transpose(0, 1) if batch_first else x for x in (query, key, value)]
+    weights = in_weight.chunk(3) if isinstance(in_weight, Tensor) else in_weight
+    if query is key is value and isinstance(in_weight, Tensor):
+        projected: Sequence[Tensor] = functional.linear(batched[0], in_weight, in_bias).chunk(3, -1)
+    else:
+        biases = (None, None, None) if in_bias is None else in_bias.chunk(3)
+        projected = [functional.linear(x, w, b) for x, w, b in zip(batched, weights, biases, strict=True)]
+    q, k, v = (x.reshape(*x.shape[:-1], heads, -1).permute(1, 2, 0, 3) for x in projected)
+    mask = None if attn_mask is None else _to_add(attn_mask, query.dtype)
+    if key_padding_mask is not None:
+        padding = _to_add(key_padding_mask, query.dtype)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    along = 1, heads * stage._autopipe_team.size, ((0, 1),)
+    output = attended(stage, along, q, k, v, mask, dropout_p, is_causal)
+    return functional.linear(output.permute(2, 0, 1, 3).flatten(-2), out_weight)
+
+
+def summed_heads(
+    stage: Member, part: Tensor, out_bias: Tensor | None, batch_first: bool = False
+) -> tuple[Tensor, None]:
+    """Return the result of an ``nn.MultiheadAttention``, without weights. ``part``: from ``multihead``."""
+    total = summed(stage, part)
+    total = total if out_bias is None else total + out_bias
+    return total.transpose(0, 1) if batch_first else total, None
+
+
+def _to_add(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask to add to scores. In a boolean one, True is what ``nn.MultiheadAttention`` leaves out."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+    return mask

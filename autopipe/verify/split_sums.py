@@ -9,6 +9,7 @@ kernels.
 from __future__ import annotations
 
 import itertools
+import types as python_types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,9 @@ class SplitSums(TorchFunctionMode):
     ) -> Any:
         """Run one call."""
         split, kwargs = _SPLIT.get(func), kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            with self:  # torch leaves the mode when it calls a function, and this one is written in Python
+                return _ATTENTION_MODULE(*args, **kwargs)
         if split is not None:
             result = split(self.size, *args, **kwargs)
             if result is not None:
@@ -99,6 +103,14 @@ def _cross_entropy(size: int, input: Tensor, target: Tensor, *args: Any, **kwarg
     return vocabulary_cross_entropy(STAGE, input, target, 1 if input.dim() > 1 else 0, **chosen)
 
 
+def _multi_head_attention() -> Callable[..., Any]:
+    """Return ``functional.multi_head_attention_forward`` without its dispatch to the mode: its calls are dispatched."""
+    function: Any = functional.multi_head_attention_forward
+    names = {**vars(functional), "has_torch_function": lambda operands: False}
+    return python_types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+_ATTENTION_MODULE = _multi_head_attention()
 _SPLIT: dict[Any, Callable[..., Tensor | None]] = {
     functional.linear: _linear,
     functional.scaled_dot_product_attention: _attention,

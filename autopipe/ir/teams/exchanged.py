@@ -76,6 +76,10 @@ def _result(call: _Call) -> TeamBytes:
     return TeamBytes(forward=(call.result,))
 
 
+def _operand(call: _Call) -> TeamBytes:
+    return TeamBytes(forward=(call.operand.num_bytes(call.sizes),))
+
+
 def _entered(call: _Call) -> TeamBytes:
     """The gradient is summed, if there is one."""
     assert call.node.spec is not None
@@ -101,6 +105,7 @@ _SUMS: dict[str, Callable[[_Call], TeamBytes]] = {
     "summed": _result,
     "summed_linear": _result,
     "summed_addmm": _result,
+    "summed_heads": _operand,
     "looked_up": _result,
     "vocabulary_cross_entropy": _cross_entropy,
     "vocabulary_log_softmax": _log_softmax,

@@ -53,6 +53,8 @@ def multihead(call: Call) -> Parts:
     assert isinstance(module, nn.MultiheadAttention)
     if module.bias_k is not None or module.add_zero_attn:
         raise NoRuleError("it adds keys")
+    if not call.node.users:
+        raise NoRuleError("its result is not read")
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in call.node.users):
         raise NoRuleError("its weights are read")
     query, key, value = call.operand(0, "query"), call.operand(1, "key"), call.operand(2, "value")

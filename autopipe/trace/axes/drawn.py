@@ -41,14 +41,14 @@ def drawn(
             rate = module.get_submodule(str(node.target)).p
             results.append(args[0] * mask_for(args[0], float(rate)))  # type: ignore[arg-type]  # of nn.Dropout
         elif getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
-            results.append(_attention(mask_for, *args, **kwargs))
+            results.append(attention(mask_for, *args, **kwargs))
         else:
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             results.append(args[0] * mask_for(args[0], rate))
     return results
 
 
-def _attention(
+def attention(
     mask_for: Callable[[Tensor, float], Tensor],
     query: Tensor,
     key: Tensor,

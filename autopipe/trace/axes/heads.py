@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopipe.trace.axes.combined import summed
+from autopipe.trace.axes.drawn import attention
 
 if TYPE_CHECKING:
     from autopipe.trace.axes.members import Combination
@@ -46,30 +46,39 @@ class _OwnHeads(torch.overrides.TorchFunctionMode):
     def _own(self, named: dict[str, Any]) -> Tensor:
         """Return the partial output [length, batch, width] of the member's heads."""
         count = named["num_heads"] // self._combination.team
-        separate = [named.get(f"{letter}_proj_weight") for letter in "qkv"]
-        weights = named["in_proj_weight"].chunk(3) if named["in_proj_weight"] is not None else separate
-        biases = (None,) * 3 if named["in_proj_bias"] is None else named["in_proj_bias"].chunk(3)
-        inputs = named["query"], named["key"], named["value"]
-        query, key, value = (
-            functional.linear(x, weight, bias).reshape(*x.shape[:-1], count, -1).permute(1, 2, 0, 3)
-            for x, weight, bias in zip(inputs, weights, biases, strict=True)
-        )
-        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-        if named["attn_mask"] is not None:
-            scores = scores + named["attn_mask"]
+        projected = _projected(named)
+        query, key, value = (x.reshape(*x.shape[:-1], count, -1).permute(1, 2, 0, 3) for x in projected)
+        is_causal = named["is_causal"] and named["key_padding_mask"] is None and not named["need_weights"]
+        mask = None if is_causal else named["attn_mask"]
         if named["key_padding_mask"] is not None:
-            scores = scores + named["key_padding_mask"][:, None, None, :]
-        attention = self._dropped(scores.softmax(-1), named, count)
-        output = (attention @ value).permute(2, 0, 1, 3).flatten(-2)
-        return functional.linear(output, named["out_proj_weight"])
+            padding = named["key_padding_mask"][:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        rate = named["dropout_p"] if named["training"] else 0.0
+        if rate:
+            output = attention(self._mask_for, query, key, value, mask, rate, is_causal)
+        else:
+            output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+        return functional.linear(output.permute(2, 0, 1, 3).flatten(-2), named["out_proj_weight"])
 
-    def _dropped(self, weights: Tensor, named: dict[str, Any], count: int) -> Tensor:
-        if not named["training"] or not named["dropout_p"]:
-            return weights
-        shape = (weights.shape[0], named["num_heads"], *weights.shape[2:])
+    def _mask_for(self, like: Tensor, rate: float) -> Tensor:
+        count = like.shape[1]
+        shape = (like.shape[0], count * self._combination.team, *like.shape[2:])
         with self._combination.seeded():
-            mask = functional.dropout(torch.ones(shape, dtype=weights.dtype), named["dropout_p"], training=True)
-        return weights * mask[:, self._member * count : (self._member + 1) * count]
+            mask = functional.dropout(torch.ones(shape, dtype=like.dtype), rate, training=True)
+        return mask[:, self._member * count : (self._member + 1) * count]
+
+
+def _projected(named: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values: one product if they are projections of one tensor, as the module does."""
+    inputs, bias = (named["query"], named["key"], named["value"]), named["in_proj_bias"]
+    if named["in_proj_weight"] is None:
+        weights = [named[f"{letter}_proj_weight"] for letter in "qkv"]
+    elif inputs[0] is inputs[1] is inputs[2]:
+        return functional.linear(inputs[0], named["in_proj_weight"], bias).chunk(3, -1)
+    else:
+        weights = named["in_proj_weight"].chunk(3)
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return tuple(functional.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
 
 
 _NAMES = (

@@ -8,6 +8,7 @@ to ``NAME``.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopipe.ir.teams.axes import (
     CROSS_ENTROPY,
     LOG_SOFTMAX,
     LOOKED_UP,
+    MULTIHEAD,
     PICKED,
     Axis,
     Place,
@@ -30,6 +32,7 @@ from autopipe.ir.teams.axes import (
 )
 from autopipe.ir.tensor import TensorSpec
 from autopipe.team import STAGE
+from autopipe.trace.axes.find import attribute
 from autopipe.trace.record.canonical import arguments_text
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.arguments import along, floor_divided, replaced
@@ -62,6 +65,7 @@ class _Localiser:
         self._values: dict[fx.Node, fx.Node] = {}  # of the whole graph -> of a member's
         self._entered: dict[tuple[str, str], fx.Node] = {}  # (value, axis) -> the value as the axis's calls read it
         self._read: dict[str, fx.Node] = {}  # parameters of modules that other functions read instead
+        self._divisions: dict[str, fx.Node] = {}  # a size -> that size divided by the members
         self._nodes: list[Node] = []
         self._evaluation: dict[str, Arguments] = {}
 
@@ -117,6 +121,9 @@ class _Localiser:
                 self._evaluation[part.name] = in_evaluation
             self._put(node, team.summed, ((STAGE, part), {}))
             return
+        if self._sums.get(node.name) == MULTIHEAD:
+            self._multihead(node, arguments)
+            return
         target, call = self._own_call(node, arguments)
         self._put(node, target, call)
         if evaluated is not None or target is team.dropped:
@@ -126,12 +133,7 @@ class _Localiser:
         """Return what a member calls for a node: the target, and its arguments."""
         how = self._sums.get(node.name)
         if how is not None:
-            make = _CALLS.get(how)
-            if make is None:
-                raise TraceError(
-                    f"{node.target}: a team cannot run this call yet ({how})", remedy="train without tensor parallelism"
-                )
-            return make(self, node, arguments)
+            return _CALLS[how](self, node, arguments)
         if node.name in self._draws:
             return self._drawn(node, arguments, training)
         return node.target, arguments
@@ -155,12 +157,17 @@ class _Localiser:
         return args, kwargs
 
     def _divided(self, count: Any) -> Any:
+        """Return a size divided by the members. One that is computed from the batch is divided when it is known."""
         if not isinstance(count, fx.Node):
             return count // self._size
-        raise TraceError(
-            f"a size that is computed from the batch ({count.name}) counts along an axis that a team shards",
-            remedy="train without tensor parallelism",
-        )
+        if count.name not in self._divisions:
+            divided = self._graph.create_node(
+                "call_function", operator.floordiv, (count, self._size), name=f"{count.name}_of_member"
+            )
+            divided.meta = {key: entry for key, entry in count.meta.items() if key != "random"}
+            self._describe(divided, self._described.get(count.name), None, storage="")
+            self._divisions[count.name] = divided
+        return self._divisions[count.name]
 
     def _enter(self, operand: fx.Node, axis: Axis) -> fx.Node:
         key = operand.name, axis.name
@@ -187,12 +194,14 @@ class _Localiser:
         call.meta = dict(node.meta)
         about = self._described[node.name]
         self._describe(call, about, self._local(node.name, about.spec))
-        if target is team.summed:
+        if target in (team.summed, team.summed_heads):
+            call.meta.pop("random", None)
             self._nodes[-1] = dataclasses.replace(self._nodes[-1], parameters=(), num_random=0, storage="", glued=False)
 
-    def _part(self, node: fx.Node, arguments: Arguments) -> fx.Node:
-        """Add the call of a node whose result is summed over the members."""
-        part = self._graph.create_node(node.op, node.target, *arguments, name=f"{node.name}_part")
+    def _part(self, node: fx.Node, arguments: Arguments, target: Any = None) -> fx.Node:
+        """Add the call of a node whose result is summed over the members. ``target``: what a member calls instead."""
+        op = node.op if target is None else "call_function"
+        part = self._graph.create_node(op, target or node.target, *arguments, name=f"{node.name}_part")
         part.meta = {key: entry for key, entry in node.meta.items() if key != "val"}
         about = self._described[node.name]
         self._describe(part, about, about.spec)
@@ -232,8 +241,7 @@ class _Localiser:
                 remedy="remove the hooks, or train without tensor parallelism",
             )
         return [
-            self._attribute(f"{node.target}.{name}") if getattr(module, name, None) is not None else None
-            for name in names
+            self._attribute(f"{node.target}.{name}") if attribute(module, name) is not None else None for name in names
         ]
 
     def _attribute(self, target: str) -> fx.Node:
@@ -243,6 +251,41 @@ class _Localiser:
 
     def _module(self, node: fx.Node) -> nn.Module:
         return self._of.module.get_submodule(str(node.target))
+
+    def _multihead(self, node: fx.Node, arguments: Arguments) -> None:
+        """Add the calls of a member's heads, and of their sum over the team."""
+        args, kwargs = arguments
+        given = dict(zip(_OF_MULTIHEAD, args, strict=False)) | kwargs
+        module: Any = self._module(node)
+        packed, *separate = self._state(node, ("in_proj_weight", *(f"{letter}_proj_weight" for letter in "qkv")))
+        in_bias, out_weight, out_bias = self._state(node, ("in_proj_bias", "out_proj.weight", "out_proj.bias"))
+        padding = given.get("key_padding_mask")
+        # as in the module: without padding, the kernel makes a causal mask itself
+        is_causal = given.get("is_causal", False) and padding is None and not given.get("need_weights", True)
+        options = {
+            "dropout_p": module.dropout if module.training else 0.0,
+            "batch_first": module.batch_first,
+            "attn_mask": None if is_causal else given.get("attn_mask"),
+            "key_padding_mask": padding,
+            "is_causal": is_causal,
+        }
+        in_weight = tuple(separate) if packed is None else packed
+        operands = *(given[name] for name in _OF_MULTIHEAD[:3]), in_weight, in_bias, out_weight
+        own = (STAGE, *operands, module.num_heads // self._size)
+        part = self._part(node, (own, options), team.multihead)
+        self._evaluation[part.name] = own, {**options, "dropout_p": 0.0}
+        self._put(node, team.summed_heads, ((STAGE, part, out_bias, module.batch_first), {}))
+        aliases = self._of.graph.aliases
+        bias = () if out_bias is None else (aliases.get(str(out_bias.target), str(out_bias.target)),)
+        of_part = tuple(name for name in self._described[node.name].parameters if name not in bias)
+        spec = next(self._described[user.name].spec for user in node.users)
+        assert spec is not None
+        if module.batch_first:
+            spec = dataclasses.replace(spec, shape=(spec.shape[1], spec.shape[0], *spec.shape[2:]))
+        self._nodes[-2:] = [
+            dataclasses.replace(self._nodes[-2], parameters=of_part, spec=dataclasses.replace(spec, order=())),
+            dataclasses.replace(self._nodes[-1], parameters=bias),
+        ]
 
     def _before_bias(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
         args, kwargs = arguments
@@ -301,6 +344,9 @@ class _Localiser:
         return team.dropped, ((STAGE, args[0], rate if training else 0.0, place), {})
 
 
+_OF_MULTIHEAD = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
+)  # fmt: skip
 _OF_ADDMM = ("input", "mat1", "mat2")
 _CALLS: dict[str, Callable[[_Localiser, fx.Node, Arguments], tuple[Callable[..., Any], Arguments]]] = {
     ADDED_BEFORE_BIAS: _Localiser._before_bias,

@@ -196,6 +196,22 @@ class Module(nn.Module):
         return y if weights is None else y + weights.sum(-1, keepdim=True)
 
 
+class Layers(nn.Module):
+    """Torch's own transformer, with a causal mask of floats and the one of its hint, and dropout."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.first = batch_first
+        self.model = nn.Transformer(WIDTH, 4, 2, 2, 32, dropout=0.2, batch_first=batch_first)
+
+    def forward(self, x):
+        x = x if self.first else x.transpose(0, 1)
+        length = x.shape[1 if self.first else 0]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        y = self.model(x, x.flip(-1), tgt_mask=mask, memory_mask=mask, tgt_is_causal=True)
+        return y if self.first else y.transpose(0, 1)
+
+
 class Wide(nn.Module):
     """Two layers, with ``between`` applied to the values between them."""
 
