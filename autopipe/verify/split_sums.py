@@ -9,8 +9,8 @@ kernels.
 from __future__ import annotations
 
 import itertools
-import types as python_types
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def _multi_head_attention() -> Callable[..., Any]:
     """Return ``functional.multi_head_attention_forward`` without its dispatch to the mode: its calls are dispatched."""
     function: Any = functional.multi_head_attention_forward
     names = {**vars(functional), "has_torch_function": lambda operands: False}
-    return python_types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 _ATTENTION_MODULE = _multi_head_attention()

@@ -162,3 +162,18 @@ def test_products_in_parts_are_those_of_the_whole():
     (ours,) = torch.autograd.grad(split.square().sum(), weight)
     (theirs,) = torch.autograd.grad(expected.square().sum(), weight)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_the_products_of_torchs_attention_are_split(weights):
+    torch.manual_seed(0)
+    module, x = torch.nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True), torch.randn(3, 5, 8)
+    torch.manual_seed(1)
+    expected, attention = module(x, x, x, need_weights=weights)
+    torch.manual_seed(1)
+    with SplitSums(2) as mode:
+        split, same = module(x, x, x, need_weights=weights)
+    assert mode.num_split == (2 if weights else 3)  # two projections, and the attention of the fused kernel
+    assert not torch.equal(split, expected)
+    assert torch.allclose(split, expected, atol=1e-6)
+    assert attention is same is None or torch.allclose(attention, same, atol=1e-6)
