@@ -26,7 +26,7 @@ from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.directory import Part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.members import slices_of
-from autopipe.runtime.checkpoint.sharing import bits, checksums, share
+from autopipe.runtime.checkpoint.sharing import bits, checksums, of_member, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.stage import Stage
@@ -99,25 +99,30 @@ class Saver:
         for stage, writer in places.items():
             own = stage in stepper.shards  # the optimizer state of this replica alone
             stored, of_optimizer = StageState(tuple(stepper.stepped(stage))), dict[str, torch.Tensor]()
+            code = stepper.runners[stage].stage
+            replica, member = divmod(writer, code.TEAM)
             if (training := stepper.training(stage)) is not None:
-                place = f"{stage}.{writer}" if own else str(stage)
+                place = f"{stage}.{replica}" if own else str(stage)
                 stored, of_optimizer = training.state(place, self._initial[stage])
             averages = {} if stepper.averages is None else stepper.averages.of(stage)
             tensors = state.collect(stepper.runners[stage], stepper.owned(stage))
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
             tensors.update({} if own else of_optimizer)
             counted: dict[str, int] = {}
-            code = stepper.runners[stage].stage
             slices = slices_of(code, tensors)
             if (num_writers := self.writers[stage]) > 1:
                 counters = state.counters(stepper.runners[stage])
                 cut = {name: tensor for name, tensor in tensors.items() if name in slices}
                 tensors = {name: tensor for name, tensor in tensors.items() if name not in slices}
                 counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
+                counted |= {of_member(name, member): bits for name, bits in checksums(cut).items()}
                 tensors = share(tensors, writer, num_writers, counters)
-                tensors.update(share(cut, writer // code.TEAM, num_writers // code.TEAM))
+                tensors.update(share(cut, replica, num_writers // code.TEAM))
                 slices = {name: part for name, part in slices.items() if name in tensors}
-            tensors.update(of_optimizer if own else {})
+            if own:
+                parts_of_member = slices_of(code, of_optimizer)
+                slices |= parts_of_member
+                tensors |= {name: t for name, t in of_optimizer.items() if not member or name in parts_of_member}
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
             snapshot.take(tensors)
             if snapshot.refusal:
@@ -128,7 +133,7 @@ class Saver:
                 for tie in stepper.ties.moving
                 if tie.parameter in parameters
             }
-            training_state = stored if own or writer == 0 else StageState()
+            training_state = stored if (own and not member) or writer == 0 else StageState()
             parts.append(Part(stage, snapshot, training_state, ties, slices, writer=writer, checksums=counted))
         self.write(manifest, parts)
 

@@ -64,11 +64,19 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_unequal_replicas(stage: int, replicas: Sequence[Mapping[str, int]], written: Iterable[str]) -> None:
     """Refuse a checkpoint whose replicas of a stage do not hold the same state.
 
-    ``replicas`` are their ``checksums``, ``written`` the names of the tensors in all their files.
+    ``replicas`` are the ``checksums`` of each, and of each member of a team, ``written`` the names of the tensors in
+    all their files. A tensor of ``of_member`` is the same in all replicas, and another one in each member.
 
     Raises: RunError naming the first tensor that differs.
     """
-    first, *others = replicas
+    parts: dict[str, int] = {}
+    whole: list[dict[str, int]] = []
+    for number, each in enumerate(replicas):
+        whole.append({name: checksum for name, checksum in each.items() if _MEMBER not in name})
+        for name in each.keys() - whole[-1].keys():
+            if parts.setdefault(name, each[name]) != each[name]:
+                raise _unequal(stage, number, name.partition(_MEMBER)[0])
+    first, *others = whole
     for number, other in enumerate(others, start=1):
         if other != first:
             name = min(name for name in {**first, **other} if first.get(name) != other.get(name))
@@ -78,9 +86,18 @@ def refuse_unequal_replicas(stage: int, replicas: Sequence[Mapping[str, int]], w
         raise _unequal(stage, 1, "the sizes of its tensors")
 
 
+_MEMBER = "@member"
+
+
+def of_member(name: str, member: int) -> str:
+    """Return the name under which the checksum of a member's part of a tensor is compared."""
+    return f"{name}{_MEMBER}{member}"
+
+
 def _unequal(stage: int, number: int, name: str) -> RunError:
     return RunError(
-        f"the replicas of stage {stage} are no longer equal: replica {number} differs from replica 0 in {name}",
+        f"the replicas or members of stage {stage} are no longer equal: number {number} of them differs from the first "
+        f"in {name}",
         remedy="resume from an earlier checkpoint (--resume STEP); remove the forward, hook or callback that computes "
-        "another value on each rank, or train with --replicas never",
+        "another value on each rank, or train with --replicas never and without --tensor-parallel",
     )

@@ -10,6 +10,7 @@ import torch
 from support import oracle
 from support.pipelines import build, captured, minibatches, plan_for, profile_of
 
+from autopipe.errors import AutopipeError
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.directory import directory_of
@@ -68,6 +69,51 @@ def test_a_team_trains_as_plain_training(sample, clip, tmp_path):
         # AdamW divides by the root of the square of gradients: those of rounding may step either way
         assert torch.allclose(actual, expected.detach(), rtol=0, atol=2e-3), name
         assert float((actual - expected.detach()).abs().mean()) < 2e-6, name
+
+
+def replicated(subject, replicas):
+    """Return a plan of one stage on several teams of two members."""
+    plan = dataclasses.replace(plan_for(subject, 1, "1f1b", 2, BATCH), team=2)
+    stage = dataclasses.replace(plan.stages[0], ranks=tuple(range(replicas)))
+    return dataclasses.replace(plan, stages=(stage,), num_ranks=replicas)
+
+
+def test_replicas_that_are_teams_divide_the_optimizer_state(tmp_path):
+    """The weights are those without a division, bit for bit, and the state resumes in a team without replicas."""
+    subject = subject_of("gpt", 2)
+    items = minibatches(subject.workload, 3, BATCH)
+    complete = replicated(subject, 2)
+    divided = dataclasses.replace(complete, shard_optimizer=True)
+    results = []
+    for name, plan in (("complete", complete), ("divided", divided)):
+        pipeline = build(subject, plan, tmp_path / name, save=True)
+        pipeline.train(items[:2])
+        other = dataclasses.replace(plan_for(subject, 2, "1f1b", 2, BATCH), team=2)
+        resumed = build(subject, other, tmp_path / name, save=True, start_step=2)
+        sessions = resumed.train(items, steps=3)
+        results.append([session.tensors() for session in sessions])
+    for one, two in zip(*results, strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("replicas", "spoiled"), [(1, "norm.bias"), (2, "norm.bias"), (2, "blocks.0.mlp.0.weight")])
+def test_a_checkpoint_refuses_members_that_differ(replicas, spoiled, tmp_path):
+    """A whole tensor is equal on all members, a part on one member of all replicas. The last process is changed."""
+    subject = subject_of("gpt", 2)
+    pipeline = build(subject, replicated(subject, replicas), tmp_path, save=True)
+
+    def hook(process):
+        def change(stage, step, parameters):
+            if process == 2 * replicas - 1 and step == 1:
+                parameters[spoiled].grad += 1e-3
+
+        return change
+
+    items = minibatches(subject.workload, 2, BATCH)
+    pipeline.train(items[:1])
+    with pytest.raises(AutopipeError, match=f"no longer equal: number {2 * replicas - 1} .* in .*{spoiled}"):
+        pipeline.train(items, on_gradients=hook)
 
 
 @pytest.mark.parametrize("sample", ["gpt", "hf_llama"])

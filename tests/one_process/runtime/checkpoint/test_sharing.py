@@ -173,7 +173,7 @@ def test_a_replica_that_has_diverged_is_named(network: Captured, tmp_path: Path)
     path.write_text(text.replace("self.head.weight = self.words.weight", ""))
     subject = captured_file(path, (), 8)
     built = pipeline(subject, "data parallel", tmp_path / "run", checkpoint_every=1, keep_checkpoints=0)
-    words = r"the replicas of stage 0 are no longer equal: replica 1 differs from replica 0 in average\.head\.weight"
+    words = r"members of stage 0 are no longer equal: number 1 of them differs from the first in average\.head\.weight"
     with pytest.raises(Exception, match=words):
         trained(built, STEPS)
     assert steps(built.run.checkpoints) == [1]
@@ -213,7 +213,7 @@ def test_a_tensor_that_no_or_every_replica_wrote_is_refused(written: dict[str, t
     temporary = unfinished(tmp_path, 3, "p")
     for writer in range(2):
         write_part(temporary, part(writer, **written), (2,))
-    with pytest.raises(RunError, match="no longer equal: replica 1 differs from replica 0 in the sizes of its tensors"):
+    with pytest.raises(RunError, match="number 1 of them differs from the first in the sizes of its tensors"):
         finish(tmp_path, temporary, (2,), Manifest(3, 0, 3, 0, "g", "p", ()), 0)
     assert steps(tmp_path) == []
 
