@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,10 @@ from autopipe.trace.result import Capture
 logger = logging.getLogger(__name__)
 _TOLERANCE = 2e-4  # of the largest gradient of a parameter: sums are added in another order
 _ROUNDING = 1e-6  # of the largest gradient of the model, for gradients that are zero but for rounding
+_CHANGE = 1e-6  # relative, of all weights, to see whether gradients jump
+_TRIALS = 2
+_MARGIN = 3.0  # of the largest jump that was seen
+_MOST = 0.03  # of the norm of a gradient; a larger difference is not due to rounding
 _TOLERANCE_16_BIT = 3e-2  # of both, if a value has a 16-bit dtype
 
 
@@ -47,7 +53,8 @@ def choose_verified(
         outcome = verified(capture, chosen, leaves, team, seed=seed)
         notes += outcome.notes
         if len(outcome.axes) == len(chosen):
-            return Verified(chosen, tuple(notes))
+            nothing = () if chosen else (f"no parameter can be sharded over {team} processes",)
+            return Verified(chosen, (*notes, *nothing))
         failed = {axis.name for axis in chosen} - {axis.name for axis in outcome.axes}
         candidates = [axis for axis in candidates if axis.name not in failed]
 
@@ -90,25 +97,63 @@ class _Whole:
 
     def __init__(self, capture: Capture, leaves: Mapping[str, Tensor], seed: int) -> None:
         self._capture, self._leaves, self._where = capture, leaves, (seed, 0, 0)
-        parameters = dict(capture.module.named_parameters())
+        self._outputs, self._gradients = self._run()
+        specs = [node.spec for node in capture.graph.nodes if node.spec is not None]
+        narrow = any(spec.dtype in ("bfloat16", "float16") for spec in specs)
+        self._tolerances = (_TOLERANCE_16_BIT,) * 2 if narrow else (_TOLERANCE, _ROUNDING)
+        self._largest = max((float(g.abs().max()) for g in self._gradients.values() if g is not None), default=0.0)
+
+    def _run(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+        """Return the outputs, and the gradients by parameter. The model's state does not change."""
+        module, leaves = self._capture.module, {name: leaf.clone() for name, leaf in self._leaves.items()}
+        parameters = dict(module.named_parameters())
         before = {name: parameter.grad for name, parameter in parameters.items()}
-        buffers = [(buffer, buffer.detach().clone()) for buffer in capture.module.buffers()]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         for parameter in parameters.values():
             parameter.grad = None
-        self._outputs = replay(capture.module, {name: leaf.clone() for name, leaf in leaves.items()}, self._where)
-        if self._outputs[0].requires_grad:
-            self._outputs[0].backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        aliases = capture.graph.aliases
-        self._gradients = {aliases.get(name, name): parameter.grad for name, parameter in parameters.items()}
+        outputs = replay(module, leaves, self._where)
+        if outputs[0].requires_grad:
+            outputs[0].backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        aliases = self._capture.graph.aliases
+        gradients = {aliases.get(name, name): parameter.grad for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.grad = before[name]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        specs = [node.spec for node in capture.graph.nodes if node.spec is not None]
-        narrow = any(spec.dtype in ("bfloat16", "float16") for spec in specs)
-        self._tolerances = (_TOLERANCE_16_BIT,) * 2 if narrow else (_TOLERANCE, _ROUNDING)
-        self._largest = max((float(g.abs().max()) for g in self._gradients.values() if g is not None), default=0.0)
+        return outputs, gradients
+
+    @functools.cached_property
+    def _jump(self) -> float:
+        """The largest relative change of a gradient when all weights change by little more than rounding.
+
+        It is far above the rounding of sums if a value is at a jump of the backward pass, as a ReLU's input at zero is.
+        """
+        generator, largest = torch.Generator().manual_seed(0), 0.0
+        weights = [p for p in self._capture.module.parameters() if p.is_floating_point()]
+        saved = [weight.detach().clone() for weight in weights]
+        for _ in range(_TRIALS):
+            try:
+                with torch.no_grad():
+                    for weight in weights:
+                        change = torch.randn(weight.shape, generator=generator).to(weight)
+                        weight.mul_(1 + _CHANGE * change)
+                _, gradients = self._run()
+            finally:
+                with torch.no_grad():
+                    for weight, value in zip(weights, saved, strict=True):
+                        weight.copy_(value)
+            for name, whole in self._gradients.items():
+                other = gradients[name]
+                if whole is not None and other is not None:
+                    largest = max(largest, self._relative(whole, other))
+        return largest
+
+    def _relative(self, wanted: Tensor, actual: Tensor) -> float:
+        """Return the norm of a difference of gradients, relative to the gradient, less what rounding explains."""
+        rounding = self._tolerances[1] * self._largest * math.sqrt(wanted.numel())
+        excess = float((actual - wanted).norm()) - rounding
+        return excess / max(float(wanted.norm()), rounding) if excess > 0 else 0.0 * excess  # NaN stays NaN
 
     def difference(self, axes: Sequence[Axis], team: int) -> str:
         """Return how a team with these axes differs, or "" if it does not."""
@@ -147,7 +192,7 @@ class _Whole:
             return "differs between members"
         else:
             total = parts[0]
-        if not self._close(whole, total, float(whole.abs().max())):
+        if not (self._close(whole, total, float(whole.abs().max())) or self._jumps(whole, total)):
             return f"differs by {float((whole - total).abs().max()):.2g}, the largest is {float(whole.abs().max()):.2g}"
         return ""
 
@@ -155,3 +200,8 @@ class _Whole:
         relative, rounding = self._tolerances
         difference = float((wanted - actual).detach().abs().max()) if wanted.numel() else 0.0
         return difference <= relative * scale + rounding * self._largest  # False for NaN
+
+    def _jumps(self, wanted: Tensor, actual: Tensor) -> bool:
+        """Return whether a difference is of the size of those that rounding of the weights makes by jumps."""
+        relative = self._relative(wanted, actual)
+        return relative <= _MOST and relative <= _MARGIN * self._jump

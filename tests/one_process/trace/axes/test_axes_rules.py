@@ -1,11 +1,13 @@
 """Which parameters of small models can be sharded, and which cannot. What is found holds on numbers."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
 from support.models.axes import (
     Attention,
+    AtZero,
     Body,
     Double,
     Grouped,
@@ -28,7 +30,8 @@ from autopipe.ir.teams.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
-from autopipe.trace.axes.verified import choose_verified, verified
+from autopipe.trace.axes.verified import Verified, choose_verified, verified
+from autopipe.trace.teams import of_team
 
 
 def sharded(model, team=2):
@@ -168,6 +171,12 @@ def test_a_size_that_the_team_does_not_divide_stays_whole():
 def test_a_model_without_two_layers_in_sequence_has_nothing_to_shard():
     axes, whole = sharded(lambda: Body(nn.Identity()))
     assert axes == ()
+    toy = workload(lambda: Body(nn.Identity()))
+    captured = capture(toy, verify=False, lengths=False)
+    outcome = choose_verified(captured, find_axes(captured).axes, toy.leaves(toy.example_item(3)), 2)
+    assert outcome == Verified((), ("no parameter can be sharded over 2 processes",))
+    assert of_team(captured, outcome.axes, 2).shards == {}
+
     assert "head.weight" not in whole  # 9 classes are an axis for other teams
 
 
@@ -280,3 +289,24 @@ def test_a_product_with_a_transposed_weight_is_sharded():
 
     axes, _ = sharded(lambda: Body(Transposed()))
     assert parameters(axes) == {"inner.up.weight", "inner.up.bias", "inner.down.weight"}
+
+
+def test_a_gradient_that_jumps_at_zero_is_not_a_difference(monkeypatch):
+    (axis,), _ = sharded(lambda: Body(AtZero()))
+    assert parameters([axis]) == {"inner.wide.up.weight", "inner.wide.up.bias", "inner.wide.down.weight"}
+    monkeypatch.setattr(importlib.import_module("autopipe.trace.axes.verified"), "_MARGIN", 0.0)
+    with pytest.raises(AssertionError, match="differs by"):
+        sharded(lambda: Body(AtZero()))
+
+
+def test_looking_for_jumps_does_not_change_the_model():
+    toy = workload(lambda: Body(AtZero()))
+    captured = capture(toy, verify=False, lengths=False)
+    before = {name: tensor.clone() for name, tensor in captured.module.state_dict().items()}
+    axes = choose(captured.graph, find_axes(captured).axes, 2)
+    leaves = toy.leaves(toy.example_item(3))
+    assert verified(captured, axes, leaves, 2).axes == axes
+    broken = [dataclasses.replace(axis, entries=()) for axis in axes]
+    assert verified(captured, broken, leaves, 2).axes == ()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in captured.module.state_dict().items())
+    assert all(parameter.grad is None for parameter in captured.module.parameters())
