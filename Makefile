@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control bench-large bench-spilled docs docs-check check
+.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control bench-large bench-spilled bench-megatron docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,7 +86,7 @@ zoo-third: $(READY) ## models of public repositories, checked out in a folder: m
 bench: $(READY) ## two ranks against one process, side by side
 	$(BIN)/python benchmarks/two_ranks.py
 
-bench-planner: $(READY) ## how long the planner takes, and how far from the best it is
+bench-planner: $(READY) ## how long the planner takes, how far from the best it is, and PipeDream's published speed-ups
 	$(BIN)/python benchmarks/planner.py
 
 bench-convergence: $(READY) ## what stale weights cost: 1f1b, 2bw and pipedream for the same number of samples
@@ -115,6 +115,9 @@ bench-large: $(READY) ## profile and plan models of 7 B and 70 B parameters, and
 
 bench-spilled: $(READY) ## a model eight times as large as its device; ARGUMENTS="--device cuda" compares with FSDP2
 	$(BIN)/python -m benchmarks.spilled $(ARGUMENTS)
+
+bench-megatron: $(READY) ## the planner's choice and prediction for Megatron-LM's models of 1.7 B to 1 T parameters
+	$(BIN)/python benchmarks/megatron.py $(ARGUMENTS)
 
 docs: $(READY) ## write docs/cli.md from --help, and docs/troubleshooting.md from the messages
 	$(BIN)/python docs/make_cli.py
