@@ -14,6 +14,7 @@ from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
+from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.batches.new_recording import write_recording
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.trace import capture
@@ -35,6 +36,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
             training=False,
         )
         captured = described_on(device_kind(settings, work), captured, model.workload)
+        captured = of_same_team(captured, plan, work.store.stages, model.workload)
         write_recording(captured, plan, model.capture.graph, folder)
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.errors import RunError
 from autopipe.generate import generate
+from autopipe.ir.teams.axis_sets import choose
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
 from autopipe.measure.on_device import described_as
@@ -26,6 +27,8 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
 from autopipe.trace import capture
+from autopipe.trace.axes import find_axes
+from autopipe.trace.teams import of_team
 from autopipe.workload import Workload
 from autopipe.workload.target.targets import in_full
 
@@ -95,7 +98,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     source.verify()
     if settings.averaged:
         refuse_without_averages(source)
-    refuse_other_parameters(run.graph(), skeleton(workload), run.path)
+    refuse_other_parameters(run.graph(), run.plan().team, skeleton(workload), run.path)
     with tempfile.TemporaryDirectory(prefix="autopipe-eval-") as scratch:
         as_trained = run
         if settings.model != ModelSettings():
@@ -142,6 +145,8 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     captured = capture(
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
+    if plan.team > 1:
+        captured = of_team(captured, choose(captured.graph, find_axes(captured).axes, plan.team), plan.team)
     # an evaluation takes no optimizer steps: the after_step hook need not be named again
     now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
     if now.digest != before.digest:

@@ -254,7 +254,8 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
     if report.nonfinite:
         word = f"NOT proven, {report.nonfinite}"
-    worst = sorted(report.parameters, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
+    shown = [e for e in report.parameters if not report.equal or e.error <= report.max_relative_error]
+    worst = sorted(shown, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
     table = new_table("largest differences", "parameter", "stage", "relative error", left=2)
     for entry in worst:
         table.add_row(entry.name, _stage_of(entry, report), f"{entry.error:.3g}")

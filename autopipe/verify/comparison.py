@@ -36,6 +36,10 @@ class TensorDifference:
     order_weight: float = 0.0
 
 
+# of the largest value of a tensor: with more noise, nothing but rounding is left of its gradient
+_ROUNDING_ALONE = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The result of comparing a run in stages with plain training.
@@ -73,16 +77,30 @@ class Comparison:
         return max((d.order for d in self.differences), default=0.0)
 
     @property
+    def rounding_alone(self) -> tuple[str, ...]:
+        """The tensors whose gradients are zero but for rounding, so that they prove nothing: they equal the noise."""
+        return tuple(
+            d.name
+            for d in self.differences
+            if not self.promised and d.noise >= _ROUNDING_ALONE and d.error <= allowed(self.noise, d.noise)
+        )
+
+    @property
     def tolerance(self) -> float:
-        """The largest tolerance of any tensor. 0: every bit must agree."""
-        return 0.0 if self.promised else max(allowed(self.noise, d.noise) for d in self.differences)
+        """The largest tolerance of any tensor, without ``rounding_alone``. 0: every bit must agree."""
+        if self.promised:
+            return 0.0
+        alone = {*self.rounding_alone}
+        return max((allowed(self.noise, d.noise) for d in self.differences if d.name not in alone), default=0.0)
 
     @property
     def gradient_tolerance(self) -> float:
         """The largest gradient tolerance over all tensors; 0: every bit must agree."""
         if self.promised:
             return 0.0
-        return max(allowed(self.gradient_noise, d.gradient_noise) for d in self.differences)
+        alone = {*self.rounding_alone}
+        noise = (d.gradient_noise for d in self.differences if d.name not in alone)
+        return max((allowed(self.gradient_noise, each) for each in noise), default=0.0)
 
     @property
     def bitwise(self) -> bool:
@@ -91,9 +109,10 @@ class Comparison:
 
     @property
     def max_relative_error(self) -> float:
-        """The largest error of any tensor or loss."""
+        """The largest error of any tensor or loss, without ``rounding_alone``."""
         losses = [scalar_error(a, b) for a, b in zip(self.losses, self.reference_losses, strict=True)]
-        return max([d.error for d in self.differences] + losses, default=0.0)
+        alone = {*self.rounding_alone}
+        return max([d.error for d in self.differences if d.name not in alone] + losses, default=0.0)
 
     @property
     def equal(self) -> bool:

@@ -25,7 +25,7 @@ from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.repeating import Repeating, begin, explain
 from autopipe.commands.training.reread import refuse_changed_data
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir.artifact import digest
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
@@ -255,12 +255,16 @@ def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | N
         )
         for d in comparison.differences
     )
+    alone = comparison.rounding_alone
+    rounding = (
+        [f"the gradients of {counted(len(alone), 'tensor')} are zero but for rounding ({alone[0]})"] if alone else []
+    )
     return CheckReport(
         equal=comparison.equal and cause is None,
         bitwise=comparison.bitwise and cause is None,
         max_relative_error=_finite(comparison.max_relative_error),
         parameters=parameters,
-        warnings=(*prepared.warnings, *comparison.orders, *comparison.reasons),
+        warnings=(*prepared.warnings, *comparison.orders, *comparison.reasons, *rounding),
         losses=comparison.losses,
         reference_losses=comparison.reference_losses,
         notes=prepared.notes,
@@ -271,7 +275,7 @@ def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | N
         tolerance=comparison.tolerance,
         gradient_tolerance=comparison.gradient_tolerance,
         modules=tuple(stage.modules for stage in prepared.plan.stages),
-        gradient_error=_finite(max((d.gradient for d in comparison.differences), default=0.0)),
+        gradient_error=_finite(max((d.gradient for d in comparison.differences if d.name not in alone), default=0.0)),
     )
 
 

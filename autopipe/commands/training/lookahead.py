@@ -26,6 +26,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
 from autopipe.planning.cut_mapping import homes, map_cuts_to
+from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.trace import capture
 from autopipe.workload.batches.forms import form_of
@@ -129,6 +130,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
             allow_data_dependent=prepared.allow_data_dependent,
         )
         captured = described_on(prepared.profile.device.kind, captured, batch)  # type: ignore[arg-type]
+        captured = of_same_team(captured, prepared.plan, prepared.stages, batch)
     except AutopipeError as error:
         raise RunError(
             f"{text} cannot be captured: {error.what}",

@@ -129,10 +129,16 @@ def skeleton(workload: Workload) -> nn.Module:
         return workload.build_model()
 
 
-def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None:
-    """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs."""
+def refuse_other_parameters(graph: Graph, team: int, model: nn.Module, where: Path) -> None:
+    """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs.
+
+    ``graph`` is that of one member, if the run's ranks are teams.
+    """
     wanted = _shapes(graph)
     now = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, shape in now.items():
+        if team > 1 and _is_part(wanted.get(name, ()), shape, team):
+            wanted[name] = shape
     what = _difference(now, wanted) or next((f"{name} was removed" for name in wanted if name not in now), "")
     if what:
         raise RunError(
@@ -140,6 +146,14 @@ def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None
             where=str(where),
             remedy="restore the model file of the run",
         )
+
+
+def _is_part(own: tuple[int, ...], whole: tuple[int, ...], team: int) -> bool:
+    """Return whether a member may have a part of this shape of a parameter."""
+    if len(own) != len(whole):
+        return False
+    other = [(part, complete) for part, complete in zip(own, whole, strict=True) if part != complete]
+    return len(other) == 1 and other[0][0] * team == other[0][1]
 
 
 def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:

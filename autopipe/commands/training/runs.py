@@ -116,6 +116,12 @@ def train(
             elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
                 raise refusal  # check_first would have raised it
             settings = _with_reader(settings, repeating, events)
+            if settings.data_reader == "one" and prepared.plan.team > 1:
+                raise RunError(
+                    f"with --tensor-parallel {prepared.plan.team}, every rank reads the data, and its members need the "
+                    "same minibatches; but one rank would read for all (--data-reader one)",
+                    remedy="let every process read the same data in the same order, with a seeded generator",
+                )
             if path is None:
                 path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step

@@ -18,6 +18,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
 from autopipe.planning import map_cuts_to
+from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.context import RunContext
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
@@ -54,6 +55,7 @@ def write_new_recording(
     with exclusive(), torch.enable_grad():
         captured = capture(workload, allow_data_dependent=allow_data_dependent, training=training)
         captured = described_on(device_kind, captured, workload)
+        captured = of_same_team(captured, context.plan, folder.parent, workload)
         # the strides of a batch of few samples may differ from those of more samples
         followed = captured.graph.batch
         form = replace(form, reads=followed.reads, unread=followed.unread)

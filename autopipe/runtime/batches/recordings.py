@@ -105,7 +105,7 @@ class Recordings:
             shares = shares_of_parts([entry.divisor for entry in followed], each, samples)
         if shares.disagreement and not self._disagreement:
             self._disagreement = shares.disagreement
-            if self.transport.rank == 0:
+            if self.transport.leads:
                 self.reporter.event("note", text=_disagreement(recording.graph.divisor, shares.disagreement))
         return shares
 
@@ -144,7 +144,7 @@ class Recordings:
         self.reporter.at(f"capturing {name}", waiting=False)
         self.transport.barrier()  # ranks may be threads, and none may run the model while it is captured
         other = other_batch(self.training[0].graph.batch, part, form)
-        if self.transport.rank == 0:
+        if self.transport.leads:
             from autopipe.runtime.batches.new_recording import write_new_recording
 
             try:

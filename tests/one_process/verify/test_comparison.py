@@ -29,6 +29,14 @@ def test_a_tensor_that_is_only_noise_does_not_excuse_others():
     assert not compared((1.9, 1.0), (0.01, 1e-7), (1e-7, 1e-7)).equal
 
 
+def test_a_tensor_that_is_only_noise_is_not_the_largest_difference():
+    noisy = compared((1.9, 1.0), (2e-7, 1e-7), (1e-7, 1e-7))
+    assert (noisy.rounding_alone, noisy.max_relative_error) == (("0",), 2e-7)
+    assert noisy.tolerance < 1e-5
+    wrong = compared((9.0, 1.0), (2e-7, 1e-7), (1e-7, 1e-7))
+    assert (wrong.rounding_alone, wrong.max_relative_error, wrong.equal) == ((), 9.0, False)
+
+
 def test_a_loss_has_the_usual_tolerance():
     assert not compared((0.0, 1.0), (0.0, 1e-7), (0.0, 1e-7), loss=1.001).equal
 

@@ -30,7 +30,7 @@ def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
     run = RunDirectory(tmp_path / "run")
     listener = Listener(run, ignore, ranks)
     listener.begin(ranks)
-    prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks))
+    prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks, num_processes=ranks))
     return Attempts(settings, prepared, run, listener, ignore, lambda *event: pytest.fail("no job is wanted"), no_probe)
 
 
