@@ -40,7 +40,9 @@ class Comparison:
     def title(self, contender: Contender) -> str:
         """Return the name of a contender, with a mark if it is the plan of the command."""
         is_current = contender.plan is not None and self.current is not None and _same(contender.plan, self.current)
-        return f"{contender.name} ({THIS})" if is_current and contender.name != THIS else contender.name
+        team = 1 if contender.plan is None else contender.plan.team
+        name = f"one team of {team}" if contender.name == SINGLE and team > 1 else contender.name
+        return f"{name} ({THIS})" if is_current and name != THIS else name
 
     @property
     def alone(self) -> Plan | None:

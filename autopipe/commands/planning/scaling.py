@@ -10,9 +10,9 @@ from autopipe.commands.locks import only_one
 from autopipe.commands.measuring import ensure_profile
 from autopipe.commands.planning.choose import batch_of, cluster_of, search, with_averages
 from autopipe.commands.planning.request import request_of
-from autopipe.commands.settings import PlanSettings, Progress
+from autopipe.commands.settings import AUTO_TEAM, PlanSettings, Progress
 from autopipe.commands.store import Work
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError, PlanError, RunError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
@@ -20,6 +20,7 @@ from autopipe.planning import PlanOptions
 from autopipe.planning.clusters import by_datasheet
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space, most_stages
+from autopipe.planning.teams import of_teams
 from autopipe.report.results import Scaling, ScalingPoint
 
 SAMPLES = 1_000_000
@@ -66,6 +67,11 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
 
 
 def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
+    if settings.profile.model.team == AUTO_TEAM:
+        raise PlanError(
+            "--sweep-gpus does not compare teams of several sizes: --tensor-parallel is auto",
+            remedy="give a number, such as --tensor-parallel 2, and sweep each",
+        )
     work = Work.begin(settings.work_dir, progress)
     request = request_of(settings)
     stored = None if settings.profile.needs_model_file else work.load(Profile, work.store.profile)
@@ -77,13 +83,16 @@ def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
 
 
 def _point(base: _Base, count: int) -> ScalingPoint:
+    team = base.profile.workload.team
+    if count % team:
+        return ScalingPoint(count, None, 0.0, f"{counted(count, 'device')} cannot be divided into teams of {team}")
     try:
         cluster = _cluster(base, count)
-        space = Space.of(base.request, count, base.batch_size)
+        space = Space.of(base.request, count // team, base.batch_size)
         plan, search_progress = search(
             with_averages(base.profile, base.request),
             cluster,
-            _choices(base, space, count),
+            _choices(base, space, count // team),
             lambda what, fraction: None,
         )
     except AutopipeError as error:
@@ -108,7 +117,7 @@ def _cluster(base: _Base, count: int) -> Cluster:
     """Return the cluster with ``count`` devices. The outermost level of a cluster file is resized to fit them."""
     given = base.request.cluster
     if given is None:
-        return cluster_of(base.request, count, base.profile, base.work)
+        return cluster_of(base.request, count // base.profile.workload.team, base.profile, base.work)
     inner = given.num_ranks // given.levels[-1].count
     levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
     if len(set(given.devices)) > 1:
@@ -116,7 +125,8 @@ def _cluster(base: _Base, count: int) -> Cluster:
             f"the devices of the cluster file differ, so it is unknown which of them are the {count} to plan for",
             remedy="give one [device] for all ranks",
         )
-    return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.profile)
+    devices = by_datasheet(Cluster(levels, given.devices[:1], given.source), base.profile)
+    return of_teams(devices, base.profile.workload.team)
 
 
 def _notes(base: _Base) -> tuple[str, ...]:

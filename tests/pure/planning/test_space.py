@@ -8,7 +8,7 @@ from support.planning_cases import chain, machine
 
 from autopipe.commands.planning import choose, scaling
 from autopipe.commands.planning.choose import choose_plan, later, search
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings
+from autopipe.commands.settings import AUTO_TEAM, ModelSettings, PlanSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir import artifact
@@ -362,3 +362,16 @@ def test_ctrl_c_within_the_first_of_several_options_ends_the_search():
     choices = [PlanOptions(num_ranks=4, batch_size=64, schedule=name) for name in ("1f1b", "gpipe")]
     plan = make_best_plan(FOUND, FAST, choices, progress=watch)
     assert watch.stopped and (plan.schedule, plan.num_microbatches) == ("1f1b", 16)
+
+
+def test_a_sweep_divides_devices_into_teams(tmp_path):
+    settings = PlanSettings(ProfileSettings(ModelSettings(), tmp_path), batch_size=32)
+    member = dataclasses.replace(FOUND, workload=dataclasses.replace(FOUND.workload, team=2))
+    artifact.save(member, Work.begin(tmp_path, None).store.profile)
+    odd, two, eight = scaling.sweep_gpus(settings, (3, 2, 8)).points
+    assert (odd.plan, odd.reason) == (None, "3 devices cannot be divided into teams of 2")
+    assert (two.plan.num_ranks, two.plan.num_processes) == (1, 2)
+    assert eight.plan.num_processes <= 8 and eight.plan.team == 2
+    auto = ProfileSettings(ModelSettings(team=AUTO_TEAM), tmp_path)
+    with pytest.raises(PlanError, match="--sweep-gpus does not compare teams of several sizes"):
+        scaling.sweep_gpus(PlanSettings(auto, batch_size=32), (2,))
