@@ -274,6 +274,10 @@ class Plan:
         size = self.team
         return tuple(tuple(rank * size + m for rank in ranks for m in range(size)) for ranks in self.stage_ranks)
 
+    def rank_of(self, process: int) -> int:
+        """Return the rank of the schedule that a process is a member of."""
+        return process // self.team
+
     def request(self, num_minibatches: int = 1) -> ScheduleSpec:
         """Return the spec of the plan's schedule for ``num_minibatches``."""
         options = dict(self.schedule_options)

@@ -95,7 +95,7 @@ def _check(request: LaunchRequest, pool: AgentPool, placements: Sequence[_Placem
     plan, devices = request.run.plan(), request.run.job().device.startswith("cuda")
     survey = preflight.survey(pool, request.settings, devices=devices)
     peak = bytes_by_rank(plan.stages)
-    needed = [[peak[rank] for rank in placement.ranks] for placement in placements]
+    needed = [[peak[plan.rank_of(process)] for process in placement.ranks] for placement in placements]
     findings = preflight.first_problem(preflight.versions(survey))
     findings += preflight.first_problem(preflight.same_files(pool, request.run.path.resolve(), request.model_files))
     findings += preflight.first_problem(preflight.memory(survey, needed, devices=devices))

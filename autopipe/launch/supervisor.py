@@ -238,7 +238,8 @@ class Supervisor:
         match = _INSTRUCTION.match(doing)
         if match:
             return int(match[1])
-        stages = [stage.index for stage in self.run.plan().stages if rank in stage.ranks]
+        plan = self.run.plan()
+        stages = [stage.index for stage in plan.stages if plan.rank_of(rank) in stage.ranks]
         return stages[0] if len(stages) == 1 else None
 
     def _modules(self, stage: int | None) -> str:

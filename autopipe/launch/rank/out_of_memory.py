@@ -37,7 +37,7 @@ def describe_oom(error: BaseException, plan: Plan, rank: int, device: torch.devi
     if not is_out_of_memory(error):
         return {}
     requested = _requested_bytes(str(error))
-    predicted = bytes_by_rank(plan.stages)[rank]
+    predicted = bytes_by_rank(plan.stages)[plan.rank_of(rank)]
     used, available = _used_and_available(device, resident)
     more = f", tried to allocate {in_bytes(requested)} more" if requested else ""
     return {

@@ -30,7 +30,7 @@ class Stage:
     spilled: bool = False
 
 
-PLAN: Any = SimpleNamespace(stages=(Stage(3 * GIB, (0, 1)), Stage(GIB, (1,))))
+PLAN: Any = SimpleNamespace(stages=(Stage(3 * GIB, (0, 1)), Stage(GIB, (1,))), rank_of=lambda process: process)
 
 
 def test_out_of_memory_errors_are_recognised() -> None:
