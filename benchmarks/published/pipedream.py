@@ -1,8 +1,8 @@
 """PipeDream's published speed-ups over data parallelism, beside those that the planner predicts (``planner.py``).
 
 Published: "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, table 1, epoch time; and the first
-version, arXiv:1806.03377, table 1. The figures are quoted at second hand, and were not compared with the papers. A
-summary of the paper agrees with the rows of SOSP for VGG-16, AlexNet and ResNet-50.
+version, arXiv:1806.03377, table 1. The figures are from memory or from secondary sources, and were not compared with
+the papers: they may be wrong.
 
 The profiles are those in PipeDream's repository, for the models that have one. Bandwidths inside of a server are not
 published: 10 GB/s is assumed over PCIe and 30 GB/s over NVLink. Both predictions, of a plan and of data parallelism,
