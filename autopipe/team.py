@@ -33,6 +33,12 @@ class Team(Protocol):
     def add(self, tensor: Tensor) -> None:
         """Sum a tensor over the members, in place and in their order."""
 
+    def add_parts(self, parts: Tensor) -> Tensor:
+        """Return the sum over the members, in their order, of the entry of ``parts`` [size, ...] that is this one's."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the tensors of all members, [size, ...]."""
+
 
 class Alone:
     """A team of one member."""
@@ -41,6 +47,14 @@ class Alone:
 
     def add(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
+
+    def add_parts(self, parts: Tensor) -> Tensor:
+        """Return the only entry."""
+        return parts[0].clone()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the tensor as the only entry."""
+        return part[None].clone()
 
 
 class Member(Protocol):
@@ -119,11 +133,16 @@ def summed_addmm(stage: Member, bias: Tensor, value: Tensor, weight: Tensor) -> 
 
 def looked_up(stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return ``embedding(ids, weight)`` of a table whose rows are cut: the member that has a row contributes it."""
+    return summed(stage, own_rows_of_table(stage, ids, weight, padding_idx))
+
+
+def own_rows_of_table(stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Return the rows of ``embedding(ids, weight)`` that a member has, and zeros for those of others."""
     local, others = _own(stage, ids, weight.shape[0])
     rows = functional.embedding(local, weight)
     if padding_idx is not None:
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
-    return summed(stage, rows.masked_fill(others[..., None], 0.0))
+    return rows.masked_fill(others[..., None], 0.0)
 
 
 def _own(stage: Member, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -154,6 +154,12 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
         "Results equal plain training within rounding, not bit for bit. auto: as many as make training fastest. "
         "[default: 1, or as in the stored profile]",
     ),
+    option(
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="With --tensor-parallel: between the sharded products, each rank of a team has its own positions of the "
+        "sequence, and 1/N of their memory. [default: no, or as in the stored profile]",
+    ),
     option("--no-verify", is_flag=True, help="Do not compare the captured model with the original."),
 )
 order_options: tuple[Callable[[Any], Any], ...] = (

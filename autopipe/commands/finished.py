@@ -28,7 +28,7 @@ from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
-from autopipe.trace.teams import of_team
+from autopipe.trace.teams import member_of
 from autopipe.workload import Workload
 from autopipe.workload.target.targets import in_full
 
@@ -146,7 +146,8 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
     if plan.team > 1:
-        captured = of_team(captured, choose(captured.graph, find_axes(captured).axes, plan.team), plan.team)
+        axes = choose(captured.graph, find_axes(captured).axes, plan.team)
+        captured = member_of(captured, axes, plan.team, sequence=plan.workload.sequence)
     # an evaluation takes no optimizer steps: the after_step hook need not be named again
     now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
     if now.digest != before.digest:

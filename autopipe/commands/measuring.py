@@ -256,6 +256,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
         return "the stored profile was counted and not timed"
     if stored.workload.team != model.workload.spec.team:
         return f"the team changed (--tensor-parallel {stored.workload.team} -> {model.workload.spec.team})"
+    if stored.workload.sequence != model.workload.spec.sequence:
+        return f"--{'' if model.workload.spec.sequence else 'no-'}sequence-parallel was given"
     if stored.graph.digest != model.capture.graph.digest:
         return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
     if _costs_of(stored.workload) != _costs_of(model.workload.spec):

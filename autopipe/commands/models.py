@@ -22,7 +22,7 @@ from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
 from autopipe.trace.axes import choose_verified, find_axes
 from autopipe.trace.explain import depends_on_data
-from autopipe.trace.teams import of_team
+from autopipe.trace.teams import difference, member_of
 from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.batches.items import kept, shapes
 from autopipe.workload.cutting.dimensions import REMEDY
@@ -106,8 +106,13 @@ def load_model(
         captured = captured_now()
         work.notes.append("each batch is one microbatch, because the model fails on a part of a batch")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
-    if settings.model.team is None and stored is not None and stored.graph.model_digest == captured.graph.digest:
-        workload.run_in_teams(stored.workload.team)
+    if stored is not None and stored.graph.model_digest == captured.graph.digest:
+        _run_as(stored, settings.model, workload)
+    if settings.model.sequence and workload.spec.team == 1:
+        raise RunError(
+            "--sequence-parallel divides the positions of values among the members of a team, and there is no team",
+            remedy="give --tensor-parallel N, too",
+        )
     if workload.spec.team > 1:
         captured = _member(workload, described_on(kind, captured, workload), stored, work)
     if stored is not None and stored.graph.digest == captured.graph.digest:
@@ -128,23 +133,31 @@ def load_model(
     return Model(workload, captured, built)
 
 
+def _run_as(stored: Profile, model: ModelSettings, workload: Workload) -> None:
+    """Set what the options leave open about teams as in the stored profile of the same model."""
+    spec = stored.workload
+    size = spec.team if model.team is None else workload.spec.team
+    sequence = spec.sequence if model.sequence is None else model.sequence
+    workload.run_in_teams(size, sequence=sequence and size > 1)
+
+
 def _member(workload: Workload, complete: Capture, stored: Profile | None, work: Work) -> Capture:
     """Return the capture of a member of a team. Axes are verified, unless the graph of a stored profile results.
 
     Raises: TraceError if the model has nothing that a team of this size can shard.
     """
-    size = workload.spec.team
+    size, sequence = workload.spec.team, workload.spec.sequence
     work.progress(f"sharding {workload.name} over a team of {size}", 0.0)
     axes = find_axes(complete).axes
     chosen = choose(complete.graph, axes, size)
     if chosen and stored is not None and stored.workload.team == size:
         with contextlib.suppress(TraceError):
-            member = of_team(complete, chosen, size)
+            member = member_of(complete, chosen, size, sequence=sequence)
             if member.graph.digest == stored.graph.digest:
                 return member
     sizes = complete.graph.symbols
-    item = workload.example_item(sizes[0].hint + 1 if sizes else None)
-    verified = choose_verified(complete, axes, workload.leaves(item), size)
+    leaves = workload.leaves(workload.example_item(sizes[0].hint + 1 if sizes else None))
+    verified = choose_verified(complete, axes, leaves, size)
     work.notes.extend(note for note in verified.notes if note not in work.notes)
     if not verified.axes:
         raise TraceError(
@@ -152,7 +165,15 @@ def _member(workload: Workload, complete: Capture, stored: Profile | None, work:
             where=workload.files[0] if workload.files else "",
             remedy="omit --tensor-parallel; `autopipe profile` shows which sizes can be divided",
         )
-    return of_team(complete, verified.axes, size)
+    member = member_of(complete, verified.axes, size, sequence=sequence)
+    why = difference(complete, member, verified.axes, leaves) if sequence else ""
+    if why:
+        raise TraceError(
+            f"--sequence-parallel is not used for {workload.name}: with a member's own positions, {why}",
+            where=workload.files[0] if workload.files else "",
+            remedy="train without --sequence-parallel, and report the model",
+        )
+    return member
 
 
 @contextlib.contextmanager
@@ -255,6 +276,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             precision=model.precision or "fp32",
             opaque=model.opaque or "auto",
             team=model.team or 1,
+            sequence=bool(model.sequence) and (model.team or 1) > 1,
         ).spec()
         workload = Workload(spec)
         remember(spec)
@@ -277,6 +299,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         precision=model.precision or stored.precision,
         opaque=model.opaque or stored.opaque,
         team=model.team or stored.team,
+        sequence=(stored.sequence if model.sequence is None else model.sequence) and (model.team or stored.team) > 1,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_unnamed(spec, path, "autopipe plan", named=named)

@@ -63,6 +63,7 @@ class ProfileOptions(ModelOptions, total=False):
     allow_data_dependent: bool | None
     opaque: str | None
     tensor_parallel: str | int | None
+    sequence_parallel: bool | None
     no_verify: bool | None
     work_dir: StrPath | None
 
@@ -216,7 +217,7 @@ SWITCHES = frozenset(
     (
         *("allow_data_dependent", "no_verify", "vertical_sync", "full_batch", "trust_network", "check", "averaged"),
         *("deferred_batch_norm", "elastic", "trust", "allow_other_data", "timeline", "measure_memory"),
-        "compile",
+        *("compile", "sequence_parallel"),
     )
 )
 # options that are numbers, whole or not
@@ -242,7 +243,7 @@ def _given(options: Mapping[str, Any], **fields: str) -> dict[str, Any]:
 
 
 def model_settings(target: str | None, options: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of ``ModelOptions``, ``opaque`` and ``tensor_parallel``."""
+    """Return the settings of ``ModelOptions``, and of how the model is captured."""
     hooks = {
         "loss": options.get("loss"),
         "data": options.get("data"),
@@ -256,6 +257,7 @@ def model_settings(target: str | None, options: Mapping[str, Any]) -> ModelSetti
         hooks={name: text for name, text in hooks.items() if text},
         inputs=tuple(options.get("input") or ()),
         team=_team(options),
+        sequence=options.get("sequence_parallel"),
         **_given(options, learning_rate="lr", seed="seed", precision="precision", opaque="opaque"),
     )
 
@@ -303,6 +305,7 @@ def plan_settings(target: str | None, options: Mapping[str, Any]) -> PlanSetting
         ),
         order=order_settings(options),
         tensor_parallel=_team(options),
+        sequence_parallel=options.get("sequence_parallel"),
         **_given(options, **{name: name for name in names}),
     )
 

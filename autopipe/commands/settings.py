@@ -62,6 +62,7 @@ class ModelSettings:
     precision: str | None = None
     opaque: str | None = None  # see ``WorkloadSpec``; None for that of the stored profile
     team: int | None = None  # members of each rank; ``AUTO_TEAM``: the planner chooses; None: as the stored profile
+    sequence: bool | None = None  # members have their own positions of values; None: as the stored profile
 
     @property
     def is_given(self) -> bool:
@@ -129,6 +130,7 @@ class PlanSettings:
     shard_optimizer: str | None = None  # "never" or "auto", for the optimizer state of replicas
     ema: float | None = None  # decay of averaged weights, which take memory; 0 for no averages
     tensor_parallel: int | None = None  # as requested: the members of a rank, or ``AUTO_TEAM``
+    sequence_parallel: bool | None = None  # as requested
 
     @property
     def work_dir(self) -> Path:

@@ -45,10 +45,11 @@ class Symbol:
     hint: int  # its value in the batch that was captured
     low: int = 1  # the smallest size for which the graph equals the model
     high: int = 0  # the largest; 0: no limit
+    multiple: int = field(default=1, metadata=OMIT_DEFAULT)  # of which the size must be one: the members of a team
 
     def holds(self, size: int) -> bool:
         """Return whether the graph is valid for this size."""
-        return self.low <= size and (not self.high or size <= self.high)
+        return self.low <= size and (not self.high or size <= self.high) and size % self.multiple == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Graph:
     def _check_symbols(self) -> None:
         shapes = {entry.name: entry.spec.shape for entry in self.inputs}
         for symbol in self.symbols:
-            if symbol.hint < 1 or not 0 <= symbol.dimension < len(shapes.get(symbol.input, ())):
+            if min(symbol.hint, symbol.multiple) < 1 or not 0 <= symbol.dimension < len(shapes.get(symbol.input, ())):
                 raise ValueError(f"symbol {symbol.name!r} is not a dimension of an input")
         names = {symbol.name for symbol in self.symbols}
         specs = [entry.spec for entry in self.inputs] + [node.spec for node in self.nodes if node.spec is not None]

@@ -37,6 +37,8 @@ class WorkloadSpec:
     opaque_modules: tuple[str, ...] = ()  # the modules that do, as the capture decided
     # members of each rank, which share out the tensors that carry an axis (``ir.teams.axes``)
     team: int = field(default=1, metadata=OMIT_DEFAULT)
+    # between the calls of the axes, each member has its own positions of the values (``autopipe.sequence``)
+    sequence: bool = field(default=False, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -47,6 +49,8 @@ class WorkloadSpec:
             raise ValueError(f"the learning rate must be finite and at least 0, and is {self.lr}")
         if self.team < 1:
             raise ValueError(f"a team needs at least one member, and has {self.team}")
+        if self.sequence and self.team == 1:
+            raise ValueError("positions are divided among the members of a team, and the team has one")
 
     def with_hook(self, name: str, target: str) -> WorkloadSpec:
         """Return the spec with another TARGET for a hook."""

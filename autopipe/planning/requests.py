@@ -30,6 +30,7 @@ _OPTIONS = {
     "grid": "--schedule-file",
     "averages": "--ema",
     "team": "--tensor-parallel",
+    "sequence": "--sequence-parallel",
 }
 _FILES = ("cluster", "grid")  # their contents are not shown
 # options that are reset when the schedule changes
@@ -66,6 +67,8 @@ class PlanRequest:
     shard_optimizer: str | None = None
     averages: bool | None = None  # whether memory for averaged weights is counted
     team: int | None = field(default=None, metadata=OMIT_DEFAULT)  # members of a rank; 0: the planner chooses
+    # whether the members of a rank have their own positions of values
+    sequence: bool | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"

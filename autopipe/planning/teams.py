@@ -8,7 +8,7 @@ import math
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Measurement, Profile
-from autopipe.ir.teams.exchanged import team_bytes
+from autopipe.ir.teams.exchanged import Exchange, team_bytes
 from autopipe.planning.clusters import with_estimated_times
 
 
@@ -63,10 +63,10 @@ def _with_sums(measurement: Measurement, profile: Profile, within: Level, speed:
     """Return a measurement whose nodes include their sums, which do not depend on the speed of the device."""
     costs = dict(measurement.costs)
     sizes = profile.graph.sizes(measurement.microbatch_size)
-    for name, sums in team_bytes(profile.graph, sizes, within.count).items():
+    for name, exchanges in team_bytes(profile.graph, sizes, within.count).items():
         forward, backward = (
-            speed * math.fsum(ring_seconds(count, within) for count in counts)
-            for counts in (sums.forward, sums.backward)
+            speed * math.fsum(ring_seconds(exchange, within) for exchange in each)
+            for each in (exchanges.forward, exchanges.backward)
         )
         cost = costs[name]
         costs[name] = dataclasses.replace(
@@ -77,7 +77,10 @@ def _with_sums(measurement: Measurement, profile: Profile, within: Level, speed:
     return dataclasses.replace(measurement, costs=costs)
 
 
-def ring_seconds(num_bytes: int, level: Level) -> float:
-    """Return the seconds of a sum over the members of a level, by a ring: 2 (t - 1) / t of the bytes pass a link."""
-    steps = 2 * (level.count - 1)
-    return steps / level.count * num_bytes / level.ring_bandwidth + steps * level.latency_seconds
+def ring_seconds(exchange: Exchange, level: Level) -> float:
+    """Return the seconds of an exchange between the members of a level, by a ring.
+
+    ``(t - 1) / t`` of the bytes pass each link, twice for a sum.
+    """
+    steps = exchange.passes * (level.count - 1)
+    return steps / level.count * exchange.num_bytes / level.ring_bandwidth + steps * level.latency_seconds

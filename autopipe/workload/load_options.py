@@ -23,6 +23,7 @@ class LoadOptions:
     precision: str = "fp32"  # fp32, bf16 or fp16
     opaque: str = "auto"  # see ``WorkloadSpec.opaque``
     team: int = 1  # members of each rank (--tensor-parallel)
+    sequence: bool = False  # they have their own positions of values (--sequence-parallel)
 
     def spec(self) -> WorkloadSpec:
         """Return the spec of these options. An optimizer that is a TARGET becomes a hook. Nothing is imported."""
@@ -40,4 +41,5 @@ class LoadOptions:
             precision=self.precision,
             opaque=self.opaque,
             team=self.team,
+            sequence=self.sequence,
         )

@@ -138,9 +138,9 @@ class Workload:
         """Set the modules that run as the user's own code: a forward under ``Draws`` gives each its own draws."""
         self._spec = dataclasses.replace(self._spec, opaque_modules=tuple(modules))
 
-    def run_in_teams(self, size: int) -> None:
-        """Set the number of members of each rank."""
-        self._spec = dataclasses.replace(self._spec, team=size)
+    def run_in_teams(self, size: int, *, sequence: bool) -> None:
+        """Set the number of members of each rank, and whether they have their own positions of values."""
+        self._spec = dataclasses.replace(self._spec, team=size, sequence=sequence)
 
     # --- the batches --------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from autopipe.ir.tensor import TensorSpec
 from autopipe.planning.clusters import GPU_LATENCY_SECONDS, LINK_SHARE, NETWORK_LATENCY_SECONDS, usable_gpu_bytes
 from autopipe.planning.cost.datasheets import datasheet
 from autopipe.planning.cost.roofline import on_datasheet
+from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.planning.teams import ring_seconds
 
 SHEET = datasheet("A100-80GB")
@@ -179,7 +180,7 @@ def profile_of(row: Row, t: int) -> Profile:
                 for k in (1, 2)
             )
             work[node.name] = NodeWork(once, twice)
-            seconds = ring_seconds(size, within)
+            seconds = ring_seconds(Exchange(SUM, size), within)
             sums[b, node.name] = seconds * part.sums_forward, seconds * part.sums_backward
         keepers = {node.inputs[0]: node.name for node in graph.nodes[1:]}
         casts = {name: spec.num_bytes({}) // 2 for name, spec in graph.parameters.items()}

@@ -67,6 +67,8 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
             reason = f"the model changed ({stored.graph_digest} -> {profile.graph.digest})"
             if stored.team != profile.workload.team:
                 reason = f"--tensor-parallel {stored.team} -> {profile.workload.team}"
+            elif stored.workload.sequence != profile.workload.sequence:
+                reason = f"--{'' if profile.workload.sequence else 'no-'}sequence-parallel"
         elif changes:
             reason = ", ".join(changes)
         elif record.profile_digest != profile_digest(profile):

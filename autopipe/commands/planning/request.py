@@ -38,6 +38,7 @@ def request_of(settings: PlanSettings) -> PlanRequest:
         exact_ties=settings.exact_ties,
         shard_optimizer=settings.shard_optimizer,
         team=settings.tensor_parallel,
+        sequence=settings.sequence_parallel,
         averages=None if settings.ema is None else settings.ema > 0,
     )
 

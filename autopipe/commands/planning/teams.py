@@ -75,6 +75,8 @@ def with_team(settings: PlanSettings, work: Work, sizes: tuple[int, ...], miniba
 
 def _of(settings: PlanSettings, size: int) -> PlanSettings:
     model = dataclasses.replace(settings.profile.model, team=size)
+    if size == 1:
+        model = dataclasses.replace(model, sequence=None)
     return dataclasses.replace(settings, profile=dataclasses.replace(settings.profile, model=model))
 
 

@@ -1,7 +1,4 @@
-"""What the members of a team exchange in each call of their graph, in bytes. Arithmetic over ``Graph``, no torch.
-
-Each entry is one sum over the team (an all-reduce), with the bytes of the tensor that every member gives to it.
-"""
+"""What the members of a team exchange in each call of their graph, in bytes. Arithmetic over ``Graph``, no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +9,36 @@ from dataclasses import dataclass
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.tensor import DTYPE_BYTES, TensorSpec
 
-_CALLS = "autopipe.team."
+_CALLS = ("autopipe.team.", "autopipe.sequence.")
+
+SUM = "sum"  # every member gives the tensor and has the sum of all (all-reduce)
+SCATTER = "scatter"  # every member gives the tensor and has its part of the sum (reduce-scatter)
+GATHER = "gather"  # every member gives its part and has the tensor (all-gather)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange between the members of a team."""
+
+    how: str  # SUM, SCATTER or GATHER
+    num_bytes: int  # of the complete tensor
+
+    @property
+    def passes(self) -> int:
+        """How often a ring sends ``(t - 1) / t`` of the bytes over each link."""
+        return 2 if self.how == SUM else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TeamBytes:
-    """The sums of one call, in order, for one microbatch. A stage that recomputes the call repeats ``forward``."""
+    """The exchanges of one call, in order, for one microbatch. A stage that recomputes the call repeats ``forward``."""
 
-    forward: tuple[int, ...] = ()
-    backward: tuple[int, ...] = ()
+    forward: tuple[Exchange, ...] = ()
+    backward: tuple[Exchange, ...] = ()
 
 
 def team_bytes(graph: Graph, sizes: Mapping[str, int], team: int) -> dict[str, TeamBytes]:
-    """Return the sums of every call of a member that exchanges anything.
+    """Return the exchanges of every call of a member that exchanges anything.
 
     ``sizes``: of the symbols of the graph (``Graph.sizes``). ``team``: the number of members.
     """
@@ -33,9 +47,9 @@ def team_bytes(graph: Graph, sizes: Mapping[str, int], team: int) -> dict[str, T
     amounts: dict[str, TeamBytes] = {}
     for node in graph.nodes:
         if node.target.startswith(_CALLS):
-            sums = _SUMS.get(node.target.removeprefix(_CALLS), _nothing)(_Call(node, specs, sizes, team))
-            if sums != TeamBytes():
-                amounts[node.name] = sums
+            exchanges = _EXCHANGES.get(node.target.rpartition(".")[2], _nothing)(_Call(node, specs, sizes, team))
+            if exchanges != TeamBytes():
+                amounts[node.name] = exchanges
     return amounts
 
 
@@ -51,6 +65,12 @@ class _Call:
         """The bytes of the result."""
         assert self.node.spec is not None
         return self.node.spec.num_bytes(self.sizes)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the result has a gradient."""
+        assert self.node.spec is not None
+        return self.node.spec.requires_grad
 
     @property
     def operand(self) -> TensorSpec:
@@ -72,35 +92,62 @@ def _nothing(call: _Call) -> TeamBytes:
     return TeamBytes()
 
 
+def _sums(*counts: int) -> tuple[Exchange, ...]:
+    return tuple(Exchange(SUM, count) for count in counts)
+
+
 def _result(call: _Call) -> TeamBytes:
-    return TeamBytes(forward=(call.result,))
+    return TeamBytes(forward=_sums(call.result))
 
 
 def _operand(call: _Call) -> TeamBytes:
-    return TeamBytes(forward=(call.operand.num_bytes(call.sizes),))
+    return TeamBytes(forward=_sums(call.operand.num_bytes(call.sizes)))
 
 
 def _entered(call: _Call) -> TeamBytes:
     """The gradient is summed, if there is one."""
-    assert call.node.spec is not None
-    return TeamBytes(backward=(call.result,) if call.node.spec.requires_grad else ())
+    return TeamBytes(backward=_sums(call.result) if call.has_gradient else ())
 
 
 def _cross_entropy(call: _Call) -> TeamBytes:
     """The maxima of all members next to each other, the sums of exponentials, and the targets' logits."""
-    return TeamBytes(forward=(call.team * call.reduced, call.reduced, call.reduced))
+    return TeamBytes(forward=_sums(call.team * call.reduced, call.reduced, call.reduced))
 
 
 def _log_softmax(call: _Call) -> TeamBytes:
     """The maxima and the sums of exponentials; and the gradient of the normalizer."""
-    return TeamBytes(forward=(call.team * call.reduced, call.reduced), backward=(call.reduced,))
+    return TeamBytes(forward=_sums(call.team * call.reduced, call.reduced), backward=_sums(call.reduced))
 
 
 def _nll(call: _Call) -> TeamBytes:
-    return TeamBytes(forward=(call.reduced,))
+    return TeamBytes(forward=_sums(call.reduced))
 
 
-_SUMS: dict[str, Callable[[_Call], TeamBytes]] = {
+def _gathered(call: _Call) -> TeamBytes:
+    return TeamBytes(forward=(Exchange(GATHER, call.result),))
+
+
+def _entered_rows(call: _Call) -> TeamBytes:
+    backward = (Exchange(SCATTER, call.result),) if call.has_gradient else ()
+    return TeamBytes((Exchange(GATHER, call.result),), backward)
+
+
+def _own_rows(call: _Call) -> TeamBytes:
+    return TeamBytes(backward=(Exchange(GATHER, call.team * call.result),) if call.has_gradient else ())
+
+
+def _summed_rows(call: _Call) -> TeamBytes:
+    complete = call.team * call.result
+    return TeamBytes((Exchange(SCATTER, complete),), (Exchange(GATHER, complete),) if call.has_gradient else ())
+
+
+def _summed_rows_heads(call: _Call) -> TeamBytes:
+    complete = call.operand.num_bytes(call.sizes)
+    backward = (Exchange(GATHER, complete),) if call.operand.requires_grad else ()
+    return TeamBytes((Exchange(SCATTER, complete),), backward)
+
+
+_EXCHANGES: dict[str, Callable[[_Call], TeamBytes]] = {
     "entered": _entered,
     "summed": _result,
     "summed_linear": _result,
@@ -110,4 +157,12 @@ _SUMS: dict[str, Callable[[_Call], TeamBytes]] = {
     "vocabulary_cross_entropy": _cross_entropy,
     "vocabulary_log_softmax": _log_softmax,
     "vocabulary_nll": _nll,
+    "gathered": _gathered,
+    "entered_rows": _entered_rows,
+    "own_rows": _own_rows,
+    "summed_rows": _summed_rows,
+    "summed_rows_linear": _summed_rows,
+    "summed_rows_addmm": _summed_rows,
+    "summed_rows_heads": _summed_rows_heads,
+    "looked_up_rows": _summed_rows,
 }

@@ -14,7 +14,7 @@ from autopipe.ir.teams.axes import Axis
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace import Capture
 from autopipe.trace.axes import find_axes, verified
-from autopipe.trace.teams import of_team
+from autopipe.trace.teams import difference, member_of
 from autopipe.trace.teams.arguments import along
 
 
@@ -48,12 +48,13 @@ def of_same_team(captured: Capture, plan: Plan, stages: Path, batches: Batches) 
         return all(shards.get(place.name) == along(place, axis.size) for place in axis.parameters)
 
     axes = choose(captured.graph, [axis for axis in find_axes(captured).axes if is_of_plan(axis)], plan.team)
-    member = of_team(captured, axes, plan.team)
+    member = member_of(captured, axes, plan.team, sequence=plan.workload.sequence)
     read = {name for node in captured.graph.nodes for name in (*node.parameters, *node.buffers)}
     other = (shards.keys() ^ member.shards.keys()) & read or (partial ^ {*member.partial}) & read
     symbols = captured.graph.symbols
     leaves = batches.leaves(batches.example_item(symbols[0].hint + 1 if symbols else plan.microbatch_size))
-    if not other and len(verified(captured, axes, leaves, plan.team).axes) < len(axes):
+    holds = len(verified(captured, axes, leaves, plan.team).axes) == len(axes)
+    if not other and not (holds and (not plan.workload.sequence or not difference(captured, member, axes, leaves))):
         other = {place.name for axis in axes for place in axis.parameters}
     if other:
         raise PlanError(

@@ -67,6 +67,15 @@ class Transport(Protocol):
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
         """Start the same sum without waiting. The tensor must not be used until ``wait`` returns it."""
 
+    def reduce_scatter(self, group: Sequence[int], parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ``group`` of one entry of ``parts`` [len(group), ...]: that of this rank's position.
+
+        Every element is summed in the order of the rank numbers on a CPU, as by ``all_reduce``.
+        """
+
+    def all_gather(self, group: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of the ranks of ``group``, [len(group), ...], in the order of their numbers."""
+
     def barrier(self) -> None:
         """Wait for every rank."""
 
@@ -127,7 +136,7 @@ class ThreadHub:
 
 
 class _Sum:
-    """The sums of one group. Each rank deposits its tensor and continues; a rank that waits adds them in rank order."""
+    """The sums of one group. Each rank deposits its tensor and continues; a rank that waits takes those of all."""
 
     def __init__(self, hub: ThreadHub, group: tuple[int, ...]) -> None:
         self.hub, self.group = hub, group
@@ -145,8 +154,8 @@ class _Sum:
             self.changed.notify_all()
         return number
 
-    def take(self, number: int) -> torch.Tensor:
-        """Return a sum when all its parts have arrived. Raises: TransportClosed."""
+    def take(self, number: int) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in their order, when all have arrived. Raises: TransportClosed."""
 
         def complete() -> bool:
             return len(self.parts[number]) == len(self.group) or self.hub.aborted.is_set()
@@ -161,7 +170,11 @@ class _Sum:
             self.taken[number] += 1
             if self.taken[number] == len(self.group):
                 del self.parts[number], self.taken[number]
-        return sum(parts[1:], start=parts[0])  # one after the other, as processes do
+        return parts
+
+
+def _added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return sum(parts[1:], start=parts[0])  # one after the other, as processes do
 
 
 class ThreadTransport:
@@ -224,7 +237,17 @@ class ThreadTransport:
         """Deposit the tensor. ``wait`` computes the sum."""
         group_sum = self.hub.sum(tuple(group))
         number = group_sum.put(self.rank, tensor)
-        return _Arrival(lambda: tensor.copy_(group_sum.take(number)))
+        return _Arrival(lambda: tensor.copy_(_added(group_sum.take(number))))
+
+    def reduce_scatter(self, group: Sequence[int], parts: torch.Tensor) -> torch.Tensor:
+        """Sum in rank order."""
+        group_sum, place = self.hub.sum(tuple(group)), sorted(group).index(self.rank)
+        return _added([each[place] for each in group_sum.take(group_sum.put(self.rank, parts))])
+
+    def all_gather(self, group: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+        """Return copies."""
+        group_sum = self.hub.sum(tuple(group))
+        return torch.stack(group_sum.take(group_sum.put(self.rank, part)))
 
     def agree(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks."""

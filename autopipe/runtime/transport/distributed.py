@@ -273,6 +273,24 @@ class ProcessTransport:
                 work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
         return _Received((work,), tensor, tensor.device)
 
+    def reduce_scatter(self, group: Sequence[int], parts: torch.Tensor) -> torch.Tensor:
+        """Sum in rank order on a CPU, over NCCL on a GPU."""
+        if self._nccl is None or not parts.is_cuda:
+            return self._in_rank_order(tuple(group)).reduce_scatter(parts)
+        total = torch.empty_like(parts[0])
+        with _translated():
+            self._nccl.start_reduce_scatter(group, total, parts).wait()
+        return total
+
+    def all_gather(self, group: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+        """Exchange over gloo on a CPU, over NCCL on a GPU."""
+        if self._nccl is None or not part.is_cuda:
+            return self._in_rank_order(tuple(group)).all_gather(part)
+        every = part.new_empty((len(group), *part.shape))
+        with _translated():
+            self._nccl.start_all_gather(group, every, part).wait()
+        return every
+
     def _in_rank_order(self, group: tuple[int, ...]) -> OrderedSums:
         if group not in self._ordered:
             of = self._sums[group]

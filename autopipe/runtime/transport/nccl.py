@@ -97,6 +97,14 @@ class NcclTransfers:
         """Start a sum over a group, in place."""
         return dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
 
+    def start_reduce_scatter(self, group: Sequence[int], total: torch.Tensor, parts: torch.Tensor) -> Any:
+        """Start the sum of one contiguous entry of ``parts`` for each member of a group, into ``total``."""
+        return dist.reduce_scatter_tensor(total, parts, group=self._sums[tuple(group)], async_op=True)
+
+    def start_all_gather(self, group: Sequence[int], every: torch.Tensor, part: torch.Tensor) -> Any:
+        """Start to gather the contiguous tensors of a group into ``every`` [members, ...]."""
+        return dist.all_gather_into_tensor(every, part, group=self._sums[tuple(group)], async_op=True)
+
     def drain(self) -> None:
         """Wait until all sends are complete."""
         for works, _ in self._flying:

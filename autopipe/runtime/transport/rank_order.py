@@ -81,9 +81,34 @@ class OrderedSums:
             started.done.set()
             started = None  # free the tensor while the queue is empty
 
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of this rank's entry of ``parts`` [ranks, ...], in the calling thread.
+
+        No other sum of the group may be under way. Raises: the failure of the transfer.
+        """
+        try:
+            return self._reduced(dict(zip(self.ranks, parts.detach().contiguous(), strict=True)))
+        except RuntimeError as error:
+            raise self._translate(error) from error
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, [ranks, ...], in the calling thread, as ``reduce_scatter``."""
+        every = part.new_empty((len(self.ranks), *part.shape))
+        every[self.ranks.index(self.rank)] = part
+        try:
+            self._share(dict(zip(self.ranks, every, strict=True)))
+        except RuntimeError as error:
+            raise self._translate(error) from error
+        return every
+
     def _add_up(self, tensor: torch.Tensor) -> None:
         flat = tensor.detach().view(-1)
         parts = dict(zip(self.ranks, torch.tensor_split(flat, len(self.ranks)), strict=True))
+        parts[self.rank].copy_(self._reduced(parts))
+        self._share(parts)
+
+    def _reduced(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return the sum over the ranks of the part that is this rank's."""
         own = parts[self.rank]
         arrived = {rank: torch.empty_like(own) for rank in self.ranks if rank != self.rank}
         self._exchange(arrived, parts, _SCATTER)
@@ -91,9 +116,12 @@ class OrderedSums:
         total = arrived[self.ranks[0]].clone()
         for rank in self.ranks[1:]:
             total += arrived[rank]
-        own.copy_(total)
+        return total
+
+    def _share(self, parts: dict[int, torch.Tensor]) -> None:
+        """Fill the parts of the other ranks, and send them this rank's."""
         others = {rank: part for rank, part in parts.items() if rank != self.rank}
-        self._exchange(others, dict.fromkeys(others, own), _GATHER)
+        self._exchange(others, dict.fromkeys(others, parts[self.rank]), _GATHER)
 
     def _exchange(self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], tag: int) -> None:
         """Receive a tensor from each rank and send one to each. A tensor without elements is not sent."""

@@ -30,7 +30,7 @@ class TeamTransport:
         self.rank, self.member = divmod(processes.rank, size)
         self.world_size = processes.world_size // size
         self.leads = processes.leads
-        self.num_bytes = 0  # that this member has given to the sums of ``add``
+        self.num_bytes = 0  # of the complete tensors that this member has exchanged inside of its team
 
     def _process(self, rank: int) -> int:
         return rank * self.size + self.member
@@ -70,6 +70,14 @@ class TeamTransport:
         """Sum a CPU tensor over the same member of all ranks."""
         self.processes.all_reduce(self._group(range(self.world_size)), tensor)
 
+    def reduce_scatter(self, group: Sequence[int], parts: torch.Tensor) -> torch.Tensor:
+        """Sum entries over the same member of some ranks."""
+        return self.processes.reduce_scatter(self._group(group), parts)
+
+    def all_gather(self, group: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+        """Gather from the same member of some ranks."""
+        return self.processes.all_gather(self._group(group), part)
+
     def barrier(self) -> None:
         """Wait for all processes."""
         self.processes.barrier()
@@ -80,9 +88,23 @@ class TeamTransport:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the members of this rank, in place and in their order (``autopipe.team.Team``)."""
-        first = self.rank * self.size
         self.num_bytes += tensor.numel() * tensor.element_size()
-        self.processes.all_reduce(range(first, first + self.size), tensor)
+        self.processes.all_reduce(self._members, tensor)
+
+    def add_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sum the entry of ``parts`` [size, ...] that is this member's over the members of this rank."""
+        self.num_bytes += parts.numel() * parts.element_size()
+        return self.processes.reduce_scatter(self._members, parts)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all members of this rank, [size, ...]."""
+        self.num_bytes += self.size * part.numel() * part.element_size()
+        return self.processes.all_gather(self._members, part)
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        first = self.rank * self.size
+        return tuple(range(first, first + self.size))
 
 
 def channels_of(channels: Iterable[Channel], size: int) -> list[Channel]:

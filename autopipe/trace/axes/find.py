@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -36,6 +36,7 @@ class Reading:
     roles: Roles
     values: dict[str, Dims | Parts]  # value -> its dimensions
     state: dict[str, Dims]  # parameter, buffer or constant -> its dimensions
+    not_followed: set[str] = field(default_factory=set)  # calls without a rule, or that their rule does not cover
 
 
 class Reader:
@@ -61,7 +62,9 @@ class Reader:
                 for value in node.all_input_nodes:
                     self._mark(self._dims(value), "the model's result")
             elif node.op != "get_attr":
+                self.reading.leaves.call = node.name
                 self._call(node)
+                self.reading.leaves.call = ""
                 if node.name in described:  # the sizes of the batch are not
                     self._mark_dynamic(node.name, described[node.name])
         return self.reading
@@ -84,6 +87,7 @@ class Reader:
         except Exception as why:  # whatever a rule did not expect only loses an opportunity
             if not isinstance(why, NoRuleError):
                 logger.info("the rule of %s fails for %s", name, node.name, exc_info=True)
+            self.reading.not_followed.add(node.name)
             reason = f"read by {name}" + ("" if rule is None else f": {why}")
             operands = [self._dims(value) for value in node.all_input_nodes]
             if module is not None:

@@ -29,6 +29,8 @@ class Leaves:
         self._factors: dict[int, Dimension] = {}
         self._segments: dict[int, list[Dimension]] = {}
         self._whole: list[tuple[int, str]] = []
+        self.call = ""  # that is read now
+        self._whole_in: dict[str, list[int]] = {}  # call -> the leaves that it needs whole
         self._varying: list[int] = []
 
     def new(self, size: int) -> Dimension:
@@ -64,7 +66,9 @@ class Leaves:
 
     def mark_whole(self, leaves: Iterable[int], why: str) -> None:
         """Forbid to shard these leaves, and all that they are or will be unified with."""
-        self._whole += [(leaf, why) for leaf in leaves]
+        marked = [*leaves]
+        self._whole += [(leaf, why) for leaf in marked]
+        self._whole_in.setdefault(self.call, []).extend(marked)
 
     def mark_varying(self, leaves: Iterable[int]) -> None:
         """Mark leaves whose size differs from batch to batch. They stay whole."""
@@ -83,6 +87,10 @@ class Leaves:
             for inner in self.everything([leaf]):
                 reasons.setdefault(inner, why)
         return reasons
+
+    def whole_in(self, call: str) -> set[int]:
+        """Return the undivided leaves that a call needs whole, whatever other calls do with them."""
+        return {*self.everything(self._whole_in.get(call, ()))}
 
     def everything(self, leaves: Iterable[int]) -> Iterator[int]:
         """Yield the undivided leaves in these, also those inside of segments."""

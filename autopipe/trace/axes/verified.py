@@ -69,7 +69,7 @@ def verified(
     """
     if not axes:
         return Verified((), ())
-    whole = _Whole(capture, leaves, seed)
+    whole = Whole(capture, leaves, seed)
     if not whole.difference(axes, team):
         return Verified(tuple(axes), ())
     notes: list[str] = []
@@ -80,7 +80,7 @@ def verified(
     return Verified(tuple(kept), tuple(notes))
 
 
-def _holding(whole: _Whole, axes: Sequence[Axis], team: int, notes: list[str]) -> list[Axis]:
+def _holding(whole: Whole, axes: Sequence[Axis], team: int, notes: list[str]) -> list[Axis]:
     """Return the axes that hold, by halves; a note is added for each other."""
     why = whole.difference(axes, team)
     if not why:
@@ -92,7 +92,7 @@ def _holding(whole: _Whole, axes: Sequence[Axis], team: int, notes: list[str]) -
     return _holding(whole, axes[:middle], team, notes) + _holding(whole, axes[middle:], team, notes)
 
 
-class _Whole:
+class Whole:
     """The loss and gradients of the complete graph on one batch."""
 
     def __init__(self, capture: Capture, leaves: Mapping[str, Tensor], seed: int) -> None:
@@ -162,9 +162,10 @@ class _Whole:
         except Exception as error:  # whatever a call does with sizes that it does not expect
             logger.info("a team with axes %s fails", [axis.name for axis in axes], exc_info=True)
             return f"a member fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return self._compared(axes, outcome)
+        return self.compared(axes, outcome)
 
-    def _compared(self, axes: Sequence[Axis], outcome: TeamOutcome) -> str:
+    def compared(self, axes: Sequence[Axis], outcome: TeamOutcome, partial: Sequence[str] = ()) -> str:
+        """Return how the outcome of a team differs, or "". ``partial``: further parameters whose gradients it adds."""
         for whole, each in zip(self._outputs, outcome.outputs, strict=True):
             for value in each:
                 if not torch.equal(value, each[0]):
@@ -172,9 +173,9 @@ class _Whole:
             if not self._close(whole, each[0], float(whole.detach().abs().max())):
                 return f"the loss is {float(each[0].detach()):.9g} instead of {float(whole.detach()):.9g}"
         places = {place.name: (axis, place) for axis in axes for place in axis.parameters}
-        partial = {name for axis in axes for name in axis.partial}
+        added = {*partial, *(name for axis in axes for name in axis.partial)}
         for name, gradients in outcome.gradients.items():
-            why = self._gradient(name, gradients, places.get(name), name in partial)
+            why = self._gradient(name, gradients, places.get(name), name in added)
             if why:
                 return f"the gradient of {name} {why}"
         return ""

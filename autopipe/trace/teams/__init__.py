@@ -1,6 +1,8 @@
 """The graph that each member of a team runs: local shapes, and the exchanges of ``autopipe.team`` as calls."""
 
 from autopipe.trace.teams.alone import alone
+from autopipe.trace.teams.in_threads import difference
 from autopipe.trace.teams.localise import of_team
+from autopipe.trace.teams.member import member_of
 
-__all__ = ["alone", "of_team"]
+__all__ = ["alone", "difference", "member_of", "of_team"]

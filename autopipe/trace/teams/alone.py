@@ -1,4 +1,4 @@
-"""One member of a team without the others, to be measured: its own tensors, and exchanges that do nothing."""
+"""The graph of one member with its own tensors; and of one without the others, to be measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.team import STAGE, Unplaced, cut
+from autopipe.team import STAGE, Team, Unplaced, cut
 from autopipe.trace.result import Capture
 
 
@@ -24,34 +24,48 @@ class _Silent:
     def add(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
 
+    def add_parts(self, parts: Tensor) -> Tensor:
+        """Return the first entry."""
+        return parts[0].clone()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the tensor as each entry."""
+        return part.expand(self.size, *part.shape).clone()
+
 
 def alone(capture: Capture) -> Capture:
+    """Return the capture of the first member, whose exchanges do nothing. Without a team, it is the capture itself."""
+    return capture if capture.team == 1 else as_member(capture, _Silent(capture.team))
+
+
+def as_member(capture: Capture, team: Team, *, copies: bool = False) -> Capture:
     """Return the capture of a member with its own part of every tensor. The user's modules and tensors do not change.
 
-    Whole tensors are those of the capture, and cut ones are copies. The first capture is returned without a team.
+    Whole tensors are those of the capture, or ``copies``; cut ones are copies. ``team``: the member's.
     """
-    if capture.team == 1:
-        return capture
-    stage = Unplaced(_Silent(capture.team))
+    stage = Unplaced(team)
     memo: dict[int, Any] = {}
     targets = [node for node in capture.module.graph.nodes if node.op in ("call_module", "get_attr")]
     for name, tensor in _tensors(capture.module):
         shard = capture.shards.get(capture.graph.aliases.get(name, name))
-        memo.setdefault(id(tensor), tensor if shard is None else _part(tensor, shard.place, shard.size, capture.team))
+        if shard is not None:
+            memo.setdefault(id(tensor), _part(tensor, shard.place, shard.size, team))
+        elif not copies:
+            memo.setdefault(id(tensor), tensor)
     owned = {str(node.target): copy.deepcopy(_attribute(capture.module, str(node.target)), memo) for node in targets}
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    nodes: dict[fx.Node, fx.Node] = {}
     for node in capture.module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda value: copies[value])
+        nodes[node] = graph.node_copy(node, lambda value: nodes[value])
         replace = fx.node.map_aggregate
-        copies[node].args = replace(node.args, lambda value: _placed(value, copies, stage))
-        copies[node].kwargs = dict(replace(node.kwargs, lambda value: _placed(value, copies, stage)))
+        nodes[node].args = replace(node.args, lambda value: _placed(value, nodes, stage))
+        nodes[node].kwargs = dict(replace(node.kwargs, lambda value: _placed(value, nodes, stage)))
     return dataclasses.replace(capture, module=fx.GraphModule(owned, graph, type(capture.module).__name__))
 
 
-def _placed(value: Any, copies: dict[fx.Node, fx.Node], stage: Unplaced) -> Any:
+def _placed(value: Any, nodes: dict[fx.Node, fx.Node], stage: Unplaced) -> Any:
     if isinstance(value, fx.Node):
-        return copies[value]
+        return nodes[value]
     return stage if value is STAGE else value
 
 
@@ -60,9 +74,9 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(named)
 
 
-def _part(tensor: Tensor, place: Any, size: int, team: int) -> Tensor:
+def _part(tensor: Tensor, place: Any, size: int, team: Team) -> Tensor:
     with torch.no_grad():
-        part = cut(tensor.detach(), place, size, 0, team)
+        part = cut(tensor.detach(), place, size, team.member, team.size)
     return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
 
 

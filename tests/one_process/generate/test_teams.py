@@ -6,6 +6,7 @@ What its members exchange, counted, is what ``ir.teams.exchanged`` says.
 import dataclasses
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ from support.models.axes import Body, Layers, Merged, Module, workload
 from support.models.transformers import MODELS, toy_of
 from support.pipelines import plan_for, profile_of
 
+from autopipe.errors import TraceError
 from autopipe.generate import generate
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.teams.axis_sets import choose, num_bytes
-from autopipe.ir.teams.exchanged import team_bytes
+from autopipe.ir.teams.exchanged import GATHER, SCATTER, SUM, Exchange, team_bytes
 from autopipe.trace import capture
 from autopipe.trace.axes import Members, choose_verified, find_axes
-from autopipe.trace.teams import of_team
+from autopipe.trace.teams import member_of, of_team
 from autopipe.workload import Workload
 
 SECONDS = 60.0
@@ -36,17 +38,34 @@ class ThreadTeam:
     def __init__(self, member: int, size: int, barrier: threading.Barrier, parts: dict[int, torch.Tensor]) -> None:
         self.member, self.size = member, size
         self._barrier, self._parts = barrier, parts
-        self.exchanged: list[int] = []  # bytes
+        self.exchanged: list[Exchange] = []
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self.exchanged.append(tensor.numel() * tensor.element_size())
+    def _each(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._parts[self.member] = tensor.clone()
         self._barrier.wait(SECONDS)
-        total = self._parts[0].clone()
-        for member in range(1, self.size):
-            total += self._parts[member]
+        each = [self._parts[member] for member in range(self.size)]
         self._barrier.wait(SECONDS)
-        tensor.copy_(total)
+        return each
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.exchanged.append(Exchange(SUM, tensor.numel() * tensor.element_size()))
+        tensor.copy_(added(self._each(tensor)))
+
+    def add_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        assert len(parts) == self.size
+        self.exchanged.append(Exchange(SCATTER, parts.numel() * parts.element_size()))
+        return added([each[self.member] for each in self._each(parts)])
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        self.exchanged.append(Exchange(GATHER, self.size * part.numel() * part.element_size()))
+        return torch.stack(self._each(part))
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def on_members(size: int, body: Callable[[ThreadTeam], Any]) -> list[Any]:
@@ -73,15 +92,16 @@ def on_members(size: int, body: Callable[[ThreadTeam], Any]) -> list[Any]:
     return results
 
 
-def assert_equal_to_members(subject, captured, leaves, size, folder: Path, num_stages=1):
+def assert_equal_to_members(subject, captured, leaves, size, folder: Path, num_stages=1, sequence=False):
     """Assert that loss and gradients are equal bit for bit, and to those of the complete model within rounding.
 
-    Returns the text of the stages, and the share of the bytes of the parameters that is cut.
+    With ``sequence``, gradients of whole parameters are added over positions in another order, and equal within
+    rounding. Returns the text of the stages, and the share of the bytes of the parameters that is cut.
     """
     chosen = choose_verified(captured, find_axes(captured).axes, leaves, size)
     assert chosen.notes == ()
     expected = Members(captured.graph, captured.module, chosen.axes, size).run(leaves, WHERE)
-    of_member = of_team(captured, chosen.axes, size)
+    of_member = member_of(captured, chosen.axes, size, sequence=sequence)
     plan = plan_for(profile_of(subject, of_member), num_stages, "1f1b", 1, len(next(iter(leaves.values()))))
     plan = dataclasses.replace(plan, team=size)
     paths = generate(of_member, plan, folder)
@@ -90,6 +110,8 @@ def assert_equal_to_members(subject, captured, leaves, size, folder: Path, num_s
         for index in range(num_stages)
     ]
     models = [[subject.build_model() for _ in codes] for _ in range(size)]
+    by_position = {*of_member.partial} - {name for axis in chosen.axes for name in axis.partial}
+    assert bool(by_position) == sequence
 
     def run(team):
         values = {name: leaf.clone() for name, leaf in leaves.items()}
@@ -105,8 +127,13 @@ def assert_equal_to_members(subject, captured, leaves, size, folder: Path, num_s
         loss = values[codes[-1].RETURNS[0]]
         forward = [*team.exchanged]
         loss.backward()
+        backward = team.exchanged[len(forward) :]
+        for name in by_position:
+            for parameter in parameters[name]:
+                if parameter.grad is not None:
+                    team.add(parameter.grad)
         gradients = {name: [each.grad for each in uses] for name, uses in parameters.items()}
-        return loss.detach(), gradients, (forward, team.exchanged[len(forward) :])
+        return loss.detach(), gradients, (forward, backward)
 
     sizes = {s.name: leaves[s.input].shape[s.dimension] for s in of_member.graph.symbols}
     planned = team_bytes(of_member.graph, sizes, size)
@@ -114,13 +141,16 @@ def assert_equal_to_members(subject, captured, leaves, size, folder: Path, num_s
     backward = [count for amounts in planned.values() for count in amounts.backward]
     for member, (loss, gradients, exchanged) in enumerate(on_members(size, run)):
         assert exchanged[0] == forward
-        assert sorted(exchanged[1]) == sorted(backward)
+        assert Counter(exchanged[1]) == Counter(backward)
         assert torch.equal(loss, expected.outputs[0][member].detach())
         for name, each in expected.gradients.items():
             ours = [gradient for gradient in gradients[name] if gradient is not None]
             assert bool(ours) == (each[member] is not None), name
             if len(gradients[name]) > 1:  # the stages of a tied parameter add in another order than autograd
                 assert torch.allclose(sum(ours), each[member], rtol=1e-5, atol=1e-7), name
+            elif ours and name in by_position:
+                largest = float(each[member].abs().max())
+                assert torch.allclose(ours[0], each[member], rtol=0, atol=2e-6 * largest), name
             elif ours:
                 assert torch.equal(ours[0], each[member]), name
     graph, cut = captured.graph, [name for name in of_member.shards if name in captured.graph.parameters]
@@ -146,17 +176,46 @@ def test_a_transformer(name, num_stages, tmp_path):
     assert "dropped(" in text or "attended(" in text or name in WITHOUT_DROPOUT
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("ViT")])
+@pytest.mark.filterwarnings("default")
+def test_a_transformer_with_its_own_positions(name, size, num_stages, tmp_path):
+    pytest.importorskip("transformers")
+    toy, captured = transformer(name)
+    leaves = toy.leaves(toy.example_item(3))
+    text, _ = assert_equal_to_members(toy, captured, leaves, size, tmp_path, num_stages, sequence=True)
+    assert "summed_rows" in text
+    assert "entered_rows(" in text
+    assert "gathered(" not in text or name.startswith(("Phi3", "Mixtral"))  # slices of positions; rows of experts
+
+
 WITHOUT_DROPOUT = ("Qwen3ForCausalLM", "Phi3ForCausalLM")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_sample(size, num_stages, tmp_path):
+def test_the_sample_with_its_own_positions(size, num_stages, tmp_path):
+    sample, captured, leaves = the_sample()
+    text, _ = assert_equal_to_members(sample, captured, leaves, size, tmp_path, num_stages, sequence=True)
+    assert "summed_rows_linear(self, " in text
+    assert "entered_rows(self, " in text
+    assert "dropped_rows(self, " in text
+    assert "gathered(" not in text
+    assert "    PARTIAL = (" in text
+
+
+def the_sample():
     arguments = {"dropout": 0.1, "blocks": 2}
     spec = WorkloadSpec("sample_models/gpt.py", arguments=arguments, hooks={}, inputs=(), seed=0)
     sample = Workload.from_spec(spec)
-    captured = capture(sample, verify=False, lengths=False)
-    leaves = sample.leaves(sample.example_item(2))
+    return sample, capture(sample, verify=False, lengths=False), sample.leaves(sample.example_item(2))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_sample(size, num_stages, tmp_path):
+    sample, captured, leaves = the_sample()
     text, share = assert_equal_to_members(sample, captured, leaves, size, tmp_path, num_stages)
     assert share >= 0.8
     assert f"    TEAM = {size}\n" in text
@@ -166,18 +225,30 @@ def test_the_sample(size, num_stages, tmp_path):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, False), (2, True)])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.filterwarnings("default")
-def test_layers_of_torch(size, batch_first, num_stages, tmp_path):
+def test_layers_of_torch(batch_first, size, sequence, num_stages, tmp_path):
     toy = workload(lambda: Body(Layers(batch_first), classes=8))
     captured = capture(toy, verify=False, lengths=False)
     leaves = toy.leaves(toy.example_item(3))
-    text, share = assert_equal_to_members(toy, captured, leaves, size, tmp_path, num_stages)
+    text, share = assert_equal_to_members(toy, captured, leaves, size, tmp_path, num_stages, sequence)
     assert share >= 0.8
     assert text.count(" = multihead(") == 6  # two layers of an encoder, and two of a decoder with two attentions each
     assert text.count("is_causal=True") == 2
     assert text.count("dropout_p=0.2 if self.training else 0.0") == 6
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("name", "size", "length"), [("ViTForImageClassification", 2, 17), ("", 4, 6)])
+@pytest.mark.filterwarnings("default")
+def test_a_length_that_members_cannot_divide_is_refused(name, size, length):
+    toy = toy_of(name) if name else workload(lambda: Body(Layers(), classes=8))
+    captured = capture(toy, verify=False, lengths=False)
+    axes = choose(captured.graph, find_axes(captured).axes, size)
+    with pytest.raises(TraceError, match=f"no length of the batch that {size} divides"):
+        member_of(captured, axes, size, sequence=True)
+    assert f", {length}, " in "".join(str(node.spec) for node in captured.graph.nodes)
 
 
 @pytest.mark.filterwarnings("default")
