@@ -57,6 +57,18 @@ class Alone:
         return part[None].clone()
 
 
+def add_together(team: Team, tensors: Sequence[Tensor]) -> None:
+    """Sum dense tensors over the members in place, those of one dtype and device in one exchange."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for each in alike.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in each])
+        team.add(flat)
+        for tensor, total in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
+            tensor.copy_(total.view(tensor.shape))
+
+
 class Member(Protocol):
     """A stage, as the functions here use it."""
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import COUNTED, Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
+from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning.clusters import GPU_LATENCY_SECONDS, LINK_SHARE, NETWORK_LATENCY_SECONDS, usable_gpu_bytes
 from autopipe.planning.cost.datasheets import datasheet
 from autopipe.planning.cost.roofline import on_datasheet
-from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.planning.teams import ring_seconds
 
 SHEET = datasheet("A100-80GB")

@@ -27,6 +27,7 @@ from autopipe.runtime.step.scaler import LossScaler
 from autopipe.runtime.step.sharding import OptimizerShard
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.training_state.stage import Training
+from autopipe.team import add_together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,10 +158,9 @@ class Stepper:
         if stage in self.replicas:
             self.reporter.at(f"{stage}R", waiting=True)
             self.replicas[stage].finish()
-        for name in self.partial.get(stage, ()):
-            gradient = self.parameters(stage)[name].grad
-            if gradient is not None:
-                self.gradients.team.add(gradient)
+        parameters = self.parameters(stage)
+        gradients = [parameters[name].grad for name in self.partial.get(stage, ())]
+        add_together(self.gradients.team, [gradient for gradient in gradients if gradient is not None])
 
     @property
     def _lends(self) -> bool:

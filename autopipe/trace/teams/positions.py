@@ -138,7 +138,7 @@ class _Finder:
         return str(next(iter(self._calls[border].users)).name)
 
     def _place(self, name: str, leaf: int) -> Place | None:
-        """Return where a value has a length; None if it does not, or if it cannot be told."""
+        """Return where a value has a length; None if it has none, or several."""
         if (name, leaf) not in self._places:
             self._places[name, leaf] = self._look_up_place(name, leaf)
         return self._places[name, leaf]
