@@ -140,6 +140,8 @@ class Graph:
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # of the complete graph, if this is that of a member of a team (``trace.teams``): its digest
     complete: str = field(default="", metadata=OMIT_DEFAULT)
+    # parameter or buffer of which some members have padding -> the length of the dimension that they cut, without it
+    padded: tuple[tuple[str, int], ...] = field(default=(), metadata=OMIT_DEFAULT)
     # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
     # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out

@@ -134,10 +134,10 @@ def refuse_other_parameters(graph: Graph, team: int, model: nn.Module, where: Pa
 
     ``graph`` is that of one member, if the run's ranks are teams.
     """
-    wanted = _shapes(graph)
+    wanted, padded = _shapes(graph), dict(graph.padded)
     now = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, shape in now.items():
-        if team > 1 and _is_part(wanted.get(name, ()), shape, team):
+        if team > 1 and _is_part(wanted.get(name, ()), shape, team, padded.get(name)):
             wanted[name] = shape
     what = _difference(now, wanted) or next((f"{name} was removed" for name in wanted if name not in now), "")
     if what:
@@ -148,12 +148,12 @@ def refuse_other_parameters(graph: Graph, team: int, model: nn.Module, where: Pa
         )
 
 
-def _is_part(own: tuple[int, ...], whole: tuple[int, ...], team: int) -> bool:
-    """Return whether a member may have a part of this shape of a parameter."""
+def _is_part(own: tuple[int, ...], whole: tuple[int, ...], team: int, padded: int | None) -> bool:
+    """Return whether a member may have a part of this shape of a parameter. ``padded``: as in ``Graph.padded``."""
     if len(own) != len(whole):
         return False
     other = [(part, complete) for part, complete in zip(own, whole, strict=True) if part != complete]
-    return len(other) == 1 and other[0][0] * team == other[0][1]
+    return len(other) == 1 and other[0][1] == (other[0][0] * team if padded is None else padded)
 
 
 def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
