@@ -170,7 +170,7 @@ def test_the_sample(size, num_stages, tmp_path):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.filterwarnings("default")
 def test_layers_of_torch(size, batch_first, num_stages, tmp_path):
-    toy = workload(lambda: Body(Layers(batch_first), classes=8))
+    toy = workload(lambda: Body(Layers(batch_first), smoothing=0.0))
     captured = capture(toy, verify=False, lengths=False)
     leaves = toy.leaves(toy.example_item(3))
     text, share = assert_equal_to_members(toy, captured, leaves, size, tmp_path, num_stages)
@@ -182,7 +182,7 @@ def test_layers_of_torch(size, batch_first, num_stages, tmp_path):
 
 @pytest.mark.filterwarnings("default")
 def test_layers_of_torch_in_evaluation_mode(tmp_path):
-    toy = workload(lambda: Body(Layers(), classes=8))
+    toy = workload(lambda: Body(Layers(), smoothing=0.0))
     captured = capture(toy, verify=False, lengths=False)
     leaves = toy.leaves(toy.example_item(3))
     axes = choose(captured.graph, find_axes(captured).axes, 2)
