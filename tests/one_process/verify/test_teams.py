@@ -141,9 +141,7 @@ def one_late(stage, count, size, right=team._range):
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, SGD])
-@pytest.mark.parametrize(
-    ("name", "broken"), [("_classes", with_padding), ("_range", one_less), ("_range", one_late)]
-)
+@pytest.mark.parametrize(("name", "broken"), [("_classes", with_padding), ("_range", one_less), ("_range", one_late)])
 def test_wrong_padding_is_a_difference(name, broken, optimizer, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(team, name, broken)
     assert not checked(tmp_path_factory.mktemp("run"), optimizer, words=25).equal

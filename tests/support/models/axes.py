@@ -20,7 +20,7 @@ def workload(model, **batch):
 
 
 class Body(nn.Module):
-    """A residual block around ``inner``, a norm and a loss. With smoothing, only parameters of ``inner`` are sharded."""
+    """A residual block around ``inner``, a norm and a loss. With smoothing, the head stays whole."""
 
     def __init__(self, inner, smoothing=0.1, classes=8):
         super().__init__()
