@@ -104,7 +104,11 @@ class _Localiser:
             parameters=local(whole.parameters),
             buffers=local(whole.buffers),
             complete=whole.model_digest,
-            padded=tuple((name, axis.size) for name, (axis, _) in places.items() if axis.size % self._size),
+            whole_shapes=tuple(
+                (name, spec.concrete({}))
+                for name, spec in (*whole.parameters.items(), *whole.buffers.items())
+                if name in places
+            ),
             axes=(),
             whole=(),
         )
