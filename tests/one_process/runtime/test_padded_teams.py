@@ -8,6 +8,8 @@ import torch
 from support import oracle
 from support.pipelines import build, captured_file, minibatches, plan_for, profile_of
 
+from autopipe.commands.training.resuming import refuse_other_parameters
+from autopipe.errors import RunError
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.directory import directory_of
@@ -210,3 +212,14 @@ def test_old_versions_of_weights_move_between_teams(path, tmp_path):
     for key, tensor in weights[0].items():
         assert tensor.shape == weights[1][key].shape
         assert float((tensor - weights[1][key]).abs().mean()) < 2e-6, key
+
+
+def test_a_model_with_another_vocabulary_is_refused_although_members_have_equal_parts(path):
+    subject = subject_of(path, 2)
+    graph, model = subject.capture.graph, subject.workload.build_model()
+    assert graph.parameters["second"].shape == (12, 21)
+    assert graph.model_shapes["second"] == (12, 41)
+    refuse_other_parameters(graph, model, path)
+    model.second = torch.nn.Parameter(torch.zeros(12, 42))
+    with pytest.raises(RunError, match=r"second was \[12, 41\] and is \[12, 42\]"):
+        refuse_other_parameters(graph, model, path)

@@ -130,7 +130,7 @@ def with_padding(stage, logits, dim, size):
 
 
 def one_less(stage, count, size, right=team._range):
-    """The last word belongs to nobody."""
+    """No member has the last word."""
     return right(stage, count, size and size - 1)
 
 
