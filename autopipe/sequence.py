@@ -142,9 +142,17 @@ def summed_rows_heads(
     return total.transpose(0, 1) if batch_first else total, None
 
 
-def looked_up_rows(stage: Member, ids: Tensor, weight: Tensor, rows: Rows, padding_idx: int | None = None) -> Tensor:
-    """Return this member's positions of ``embedding(ids, weight)``, whose table is cut."""
-    return summed_rows(stage, own_rows_of_table(stage, ids, weight, padding_idx), rows)
+def looked_up_rows(
+    stage: Member,
+    ids: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    padding_idx: int | None = None,
+    *,
+    size: int | None = None,
+) -> Tensor:
+    """Return this member's positions of ``embedding(ids, weight)``, whose table is cut. ``size``: as ``looked_up``."""
+    return summed_rows(stage, own_rows_of_table(stage, ids, weight, padding_idx, size=size), rows)
 
 
 def dropped_rows(stage: Member, value: Tensor, rate: float, rows: Rows) -> Tensor:

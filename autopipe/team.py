@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopipe.ir.teams.axes import Place, Segment
+from autopipe.ir.teams.axes import Place, Segment, share
 
 Along = tuple[int, int, tuple[tuple[int, int], ...]]
 """Where a value carries an axis: its dimension, the size of the axis, and (length, inner) of each segment."""
@@ -65,7 +65,7 @@ def add_together(team: Team, tensors: Sequence[Tensor]) -> None:
     for each in alike.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
         team.add(flat)
-        for tensor, total in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
+        for tensor, total in zip(each, torch.split(flat, [tensor.numel() for tensor in each]), strict=True):
             tensor.copy_(total.view(tensor.shape))
 
 
@@ -143,25 +143,49 @@ def summed_addmm(stage: Member, bias: Tensor, value: Tensor, weight: Tensor) -> 
 # --- vocabularies -----------------------------------------------------------------------------------------------------
 
 
-def looked_up(stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+# ``size``: of the vocabulary, if the members do not divide it. Each then has the same number of rows, and those of the
+# last members that are beyond the vocabulary are padding: no sum reads them, and their gradient is zero.
+
+
+def looked_up(
+    stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, size: int | None = None
+) -> Tensor:
     """Return ``embedding(ids, weight)`` of a table whose rows are cut: the member that has a row contributes it."""
-    return summed(stage, own_rows_of_table(stage, ids, weight, padding_idx))
+    return summed(stage, own_rows_of_table(stage, ids, weight, padding_idx, size=size))
 
 
-def own_rows_of_table(stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+def own_rows_of_table(
+    stage: Member, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, size: int | None = None
+) -> Tensor:
     """Return the rows of ``embedding(ids, weight)`` that a member has, and zeros for those of others."""
-    local, others = _own(stage, ids, weight.shape[0])
+    local, others = _own(stage, ids, weight.shape[0], size)
     rows = functional.embedding(local, weight)
     if padding_idx is not None:
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
     return rows.masked_fill(others[..., None], 0.0)
 
 
-def _own(stage: Member, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _range(stage: Member, count: int, size: int | None) -> tuple[int, int]:
+    """Return the first row of a member, and how many of its ``count`` rows are not padding."""
+    team = stage._autopipe_team
+    if size is None:
+        return team.member * count, count
+    first = team.member * share(size, team.size)
+    return first, min(share(size, team.size), size - first)
+
+
+def _own(stage: Member, ids: Tensor, count: int, size: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the indices among a member's rows, 0 for those of others, and a mask of the others."""
-    local = ids - stage._autopipe_team.member * count
+    first, count = _range(stage, count, size)
+    local = ids - first
     others = (local < 0) | (local >= count)
     return local.masked_fill(others, 0), others
+
+
+def _classes(stage: Member, logits: Tensor, dim: int, size: int | None) -> Tensor:
+    """Return a member's logits without padding."""
+    count = _range(stage, logits.shape[dim], size)[1]
+    return logits if count == logits.shape[dim] else logits.narrow(dim, 0, count)
 
 
 def _highest(stage: Member, value: Tensor, dim: int) -> Tensor:
@@ -180,9 +204,9 @@ def _shifted(stage: Member, logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return shifted, summed(stage, shifted.exp().sum(dim, keepdim=True)).log()
 
 
-def _entry(stage: Member, values: Tensor, target: Tensor, dim: int) -> Tensor:
+def _entry(stage: Member, values: Tensor, target: Tensor, dim: int, size: int | None) -> Tensor:
     """Return the entry of each sample's class."""
-    local, others = _own(stage, target, values.shape[dim])
+    local, others = _own(stage, target, values.shape[dim], size)
     return summed(stage, values.gather(dim, local.unsqueeze(dim)).masked_fill(others.unsqueeze(dim), 0.0))
 
 
@@ -195,36 +219,64 @@ def _reduced(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) ->
 
 
 def vocabulary_cross_entropy(
-    stage: Member, logits: Tensor, target: Tensor, dim: int, *, ignore_index: int = -100, reduction: str = "mean"
+    stage: Member,
+    logits: Tensor,
+    target: Tensor,
+    dim: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    size: int | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(logits, target)`` of logits whose classes, in dimension ``dim``, are cut."""
-    shifted, normalizer = _shifted(stage, logits, dim)
-    loss = (normalizer - _entry(stage, shifted, target, dim)).squeeze(dim)
+    shifted, normalizer = _shifted(stage, _classes(stage, logits, dim, size), dim)
+    loss = (normalizer - _entry(stage, shifted, target, dim, size)).squeeze(dim)
     return _reduced(loss, target, ignore_index, reduction)
 
 
-def vocabulary_log_softmax(stage: Member, logits: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``log_softmax(logits, dim)`` of logits whose classes are cut; so is the result."""
-    shifted, normalizer = _shifted(stage, logits, dim)
-    result = shifted - entered(stage, normalizer)
+def vocabulary_log_softmax(
+    stage: Member, logits: Tensor, dim: int, dtype: torch.dtype | None = None, *, size: int | None = None
+) -> Tensor:
+    """Return ``log_softmax(logits, dim)`` of logits whose classes are cut; so is the result. Its padding is zero."""
+    shifted, normalizer = _shifted(stage, _classes(stage, logits, dim, size), dim)
+    result = padded(shifted - entered(stage, normalizer), dim, logits.shape[dim])
     return result if dtype is None else result.to(dtype)
 
 
 def vocabulary_nll(
-    stage: Member, logs: Tensor, target: Tensor, dim: int, *, ignore_index: int = -100, reduction: str = "mean"
+    stage: Member,
+    logs: Tensor,
+    target: Tensor,
+    dim: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    size: int | None = None,
 ) -> Tensor:
     """Return ``nll_loss(logs, target)`` of log-probabilities whose classes, in dimension ``dim``, are cut."""
-    loss = (-_entry(stage, logs, target, dim)).squeeze(dim)
+    loss = (-_entry(stage, logs, target, dim, size)).squeeze(dim)
     return _reduced(loss, target, ignore_index, reduction)
 
 
-# --- random draws -----------------------------------------------------------------------------------------------------
+# --- parts of tensors -------------------------------------------------------------------------------------------------
 
 
 def cut(whole: Tensor, place: Place, size: int, member: int, team: int) -> Tensor:
-    """Return a member's part of a tensor. ``size``: of the axis."""
-    ranges = place.ranges(whole.shape[place.dimension], size, member, team)
-    return torch.cat([whole.narrow(place.dimension, start, stop - start) for start, stop in ranges], place.dimension)
+    """Return a member's part of a tensor, with padding. ``size``: of the axis."""
+    dim = place.dimension
+    length = whole.shape[dim]
+    ranges = place.ranges(length, size, member, team)
+    part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return padded(part, dim, place.local(length, size, team))
+
+
+def padded(part: Tensor, dim: int, length: int) -> Tensor:
+    """Return a tensor with zeros at the end of a dimension, so that this has ``length`` elements."""
+    missing = length - part.shape[dim]
+    return functional.pad(part, (*(0, 0) * (part.dim() - 1 - dim), 0, missing)) if missing else part
+
+
+# --- random draws -----------------------------------------------------------------------------------------------------
 
 
 def _mask(stage: Member, like: Tensor, rate: float, along: Along) -> Tensor:

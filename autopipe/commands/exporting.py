@@ -155,7 +155,7 @@ def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Mo
     wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
     if not all(f"model.{name}" in saved or name in graph.parameters for name in wanted):
         model = workload.build_model()
-    refuse_other_parameters(graph, run.plan().team, model, run.path)
+    refuse_other_parameters(graph, model, run.path)
     return model
 
 

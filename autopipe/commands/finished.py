@@ -98,7 +98,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     source.verify()
     if settings.averaged:
         refuse_without_averages(source)
-    refuse_other_parameters(run.graph(), run.plan().team, skeleton(workload), run.path)
+    refuse_other_parameters(run.graph(), skeleton(workload), run.path)
     with tempfile.TemporaryDirectory(prefix="autopipe-eval-") as scratch:
         as_trained = run
         if settings.model != ModelSettings():

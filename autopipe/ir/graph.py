@@ -141,6 +141,8 @@ class Graph:
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # of the complete graph, if this is that of a member of a team (``trace.teams``): its digest
     complete: str = field(default="", metadata=OMIT_DEFAULT)
+    # the shapes in the complete graph of the parameters and buffers of which the member has a part
+    whole_shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata=OMIT_DEFAULT)
     # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
     # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out
@@ -222,6 +224,12 @@ class Graph:
     def model_digest(self) -> str:
         """The digest of the complete graph: that of the model, however it is divided."""
         return self.complete or self.digest
+
+    @functools.cached_property
+    def model_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter or buffer -> its shape in the model, however it is divided."""
+        own = {name: spec.concrete({}) for name, spec in {**self.parameters, **self.buffers}.items()}
+        return {**own, **dict(self.whole_shapes)}
 
     @functools.cached_property
     def moving(self) -> frozenset[str]:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.teams.axes import Axis, share
 from autopipe.ir.teams.axis_sets import Coverage, coverage
 
 TEAM = 2
@@ -26,7 +27,9 @@ def line(graph: Graph, team: int = 1) -> str:
         return f"tensor parallelism: no parameter can be sharded over {TEAM} processes{reason}"
     alike: dict[str, list[str]] = {}
     for axis in shard.axes:
-        alike.setdefault(re.sub(r"\b\d+(?=\.)|(?<=\.)\d+(?=/)|#\d+$", "*", axis.name), []).append(axis.name)
+        padded = f" (padded to {axis.size + _padding(axis)})" if _padding(axis) else ""
+        name = re.sub(r"\b\d+(?=\.)|(?<=\.)\d+(?=/)|#\d+$", "*", axis.name)
+        alike.setdefault(name + padded, []).append(axis.name + padded)
     names = [f"{name} x {len(each)}" if len(each) > 1 else each[0] for name, each in alike.items()]
     axes = _listed(names, _AXES, ", ")
     return (
@@ -42,11 +45,21 @@ def document(graph: Graph) -> dict[str, Any]:
         "team": TEAM,
         "share": shard.share,
         "axes": [
-            {"name": axis.name, "size": axis.size, "parameters": [place.name for place in axis.parameters]}
+            {
+                "name": axis.name,
+                "size": axis.size,
+                "padding": _padding(axis),
+                "parameters": [place.name for place in axis.parameters],
+            }
             for axis in shard.axes
         ],
         "whole": shard.whole,
     }
+
+
+def _padding(axis: Axis) -> int:
+    """Return how much the members have beyond the axis, together."""
+    return share(axis.size, TEAM) * TEAM - axis.size
 
 
 def _num_axes(count: int) -> str:

@@ -30,6 +30,7 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import Manifest
+from autopipe.runtime.checkpoint.members import own_part
 from autopipe.runtime.checkpoint.saver import Saver
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -259,7 +260,7 @@ class RankSession:
                 self.job.learning_rate,
             )
             if stepper.averages is not None:
-                stepper.averages.restore(index, source)
+                stepper.averages.restore(index, source, functools.partial(own_part, runner.stage))
 
     @property
     def _places(self) -> dict[int, int]:

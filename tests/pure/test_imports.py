@@ -15,16 +15,8 @@ SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / fold
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
-_FORWARD = {
-    *_BASE,
-    "casts",
-    "draws",
-    "guards",
-    "sequence",
-    "sparse",
-    "strides",
-    "team",
-}  # needed by a forward in any process
+# needed by a forward in any process
+_FORWARD = {*_BASE, "casts", "draws", "guards", "sequence", "sparse", "strides", "team"}
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),

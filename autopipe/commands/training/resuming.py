@@ -129,16 +129,10 @@ def skeleton(workload: Workload) -> nn.Module:
         return workload.build_model()
 
 
-def refuse_other_parameters(graph: Graph, team: int, model: nn.Module, where: Path) -> None:
-    """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs.
-
-    ``graph`` is that of one member, if the run's ranks are teams.
-    """
+def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None:
+    """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs."""
     wanted = _shapes(graph)
     now = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, shape in now.items():
-        if team > 1 and _is_part(wanted.get(name, ()), shape, team):
-            wanted[name] = shape
     what = _difference(now, wanted) or next((f"{name} was removed" for name in wanted if name not in now), "")
     if what:
         raise RunError(
@@ -148,16 +142,8 @@ def refuse_other_parameters(graph: Graph, team: int, model: nn.Module, where: Pa
         )
 
 
-def _is_part(own: tuple[int, ...], whole: tuple[int, ...], team: int) -> bool:
-    """Return whether a member may have a part of this shape of a parameter."""
-    if len(own) != len(whole):
-        return False
-    other = [(part, complete) for part, complete in zip(own, whole, strict=True) if part != complete]
-    return len(other) == 1 and other[0][0] * team == other[0][1]
-
-
 def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    return {name: spec.concrete({}) for name, spec in graph.parameters.items()}
+    return {name: graph.model_shapes[name] for name in graph.parameters}
 
 
 def _difference(now: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[int, ...]]) -> str:

@@ -1,7 +1,9 @@
 """``Axis``: one size of the model along which a team of ``t`` members can shard parameters and values.
 
-Each member holds the same ``1/t`` of every tensor that carries the axis, and all of every other tensor. A member runs
-every node of the graph on what it holds, with these changes:
+Each member holds the same ``1/t`` of every tensor that carries the axis, and all of every other tensor. If ``t`` does
+not divide a vocabulary, the last members have zeros in place of what is missing, its *padding*, as Megatron-LM pads
+vocabularies. Padding is in memory only: it takes part in no sum, its gradient is zero, and it is neither written to a
+file nor compared. A member runs every node of the graph on what it holds, with these changes:
 
 - a number in the arguments of a call that counts along the axis is divided by ``t`` (``Rewrite``);
 - a value that all members have enters calls of the axis: the members' gradients of it are summed (``Entry``);
@@ -27,6 +29,7 @@ CROSS_ENTROPY = "cross_entropy"  # its maximum, its sum of exponentials and its 
 LOG_SOFTMAX = "log_softmax"  # its maximum and its sum of exponentials do; the result carries the axis
 MULTIHEAD = "multihead"  # nn.MultiheadAttention: a member has size/t heads, and its output is added before the bias
 PICKED = "picked"  # nll_loss: the member that has the target's column contributes it
+BY_INDEX = (LOOKED_UP, CROSS_ENTROPY, LOG_SOFTMAX, PICKED)  # sums of a vocabulary: they can leave out padding
 SUMS = (ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, CROSS_ENTROPY, LOG_SOFTMAX, PICKED, MULTIHEAD)
 
 
@@ -61,11 +64,14 @@ class Place:
         """Return the indices of a member along the dimension, as ascending ranges (start, stop).
 
         ``length``: of the complete dimension; ``size``: of the axis; ``member``: 0 .. ``team`` - 1. A member's tensor
-        is the concatenation of these ranges.
+        is the concatenation of these ranges, and padding up to ``share`` elements if the axis does not divide.
 
-        Raises: ValueError if the dimension does not divide.
+        Raises: ValueError if the dimension does not divide, and is not the axis alone.
         """
         lengths = [segment.length or length for segment in self.segments]
+        if size % team and self._is_axis(length, size) and 0 <= member < team:
+            own = share(size, team)
+            return ((min(member * own, size), min((member + 1) * own, size)),)
         if size % team or sum(lengths) != length or not 0 <= member < team:
             raise ValueError(f"{self.name!r}: {length} elements of an axis of {size} cannot be divided by {team}")
         ranges: list[tuple[int, int]] = []
@@ -77,6 +83,22 @@ class Place:
             ranges += [(at, at + own) for at in range(start + member * own, start + part, period)]
             start += part
         return tuple(_joined(ranges))
+
+    def _is_axis(self, length: int, size: int) -> bool:
+        return self.segments == (Segment(0, 1),) and length == size
+
+    def local(self, length: int, size: int, team: int) -> int:
+        """Return how long a member's part of a dimension of ``length`` is, with padding."""
+        return share(size, team) if size % team else length // team
+
+    def whole(self, local: int, size: int, team: int) -> int:
+        """Return how long the complete dimension is of which each member has ``local`` elements, with padding."""
+        return size if size % team else local * team
+
+
+def share(size: int, team: int) -> int:
+    """Return how much of an axis each of ``team`` members has room for."""
+    return -(-size // team)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -125,7 +147,7 @@ class Axis:
     """One axis. A tensor carries it at most once."""
 
     name: str  # unique in the model: the module that has its parameters, and its size
-    size: int  # a team shards it if its number of members divides the size
+    size: int
     parameters: tuple[Place, ...]
     values: tuple[Place, ...] = ()
     state: tuple[Place, ...] = field(default=(), metadata=OMIT_DEFAULT)  # buffers and constants
@@ -155,6 +177,10 @@ class Axis:
     def num_collectives(self) -> int:
         """How many sums over the team a forward and backward pass needs."""
         return len(self.sums) + len(self.entries)
+
+    def local(self, count: int, team: int) -> int:
+        """Return what a number that counts along the axis is for a member."""
+        return count // self.size * share(self.size, team) if self.size % team else count // team
 
     def excludes(self, other: Axis) -> bool:
         """Return whether both cannot be in one set: a tensor or a call would be cut along both."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.teams.axes import Axis
+from autopipe.ir.teams.axes import BY_INDEX, Axis, Segment, share
 
 _EXACT = 12  # so many axes that exclude each other are chosen by trying all sets
 _LEAST = 0.001  # of the bytes of the largest axis: a smaller one costs more in sums over the team than it saves
@@ -43,10 +43,31 @@ def coverage(graph: Graph, team: int) -> Coverage:
 
 
 def _why_not_chosen(graph: Graph, name: str, team: int) -> str:
-    sizes = {axis.size for axis in graph.axes if any(place.name == name for place in axis.parameters)}
-    if not any(size % team == 0 for size in sizes):
-        return f"a size of {', '.join(str(size) for size in sorted(sizes))}, which {team} does not divide"
+    axes = [axis for axis in graph.axes if any(place.name == name for place in axis.parameters)]
+    if not any(divides(graph, axis, team) for axis in axes):
+        sizes = sorted({axis.size for axis in axes})
+        return f"a size of {', '.join(map(str, sizes))}, which {team} does not divide"
     return "few bytes, or another axis of the same calls"
+
+
+def divides(graph: Graph, axis: Axis, team: int) -> bool:
+    """Return whether a team can shard an axis: evenly, or with padding, and each member has some of it.
+
+    Padding must take part in nothing. So all sums of the axis are those of a vocabulary, which know its size; every
+    tensor that carries it has it as a complete dimension; and no random numbers are drawn for it.
+    """
+    if axis.size % team == 0:
+        return axis.size >= team
+    if share(axis.size, team) * (team - 1) >= axis.size or axis.draws:
+        return False
+    if any(entry.how not in BY_INDEX for entry in axis.sums) or any(not rewrite.whole for rewrite in axis.rewrites):
+        return False
+    specs = {**graph.parameters, **graph.buffers, **{node.name: node.spec for node in graph.nodes}}
+    for place in (*axis.parameters, *axis.state, *axis.values):
+        spec = specs.get(place.name)
+        if spec is None or spec.shape[place.dimension] != axis.size or place.segments != (Segment(0, 1),):
+            return False
+    return True
 
 
 def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:
@@ -57,9 +78,7 @@ def choose(graph: Graph, axes: Sequence[Axis], team: int) -> tuple[Axis, ...]:
     """
     of_axis = {axis.name: num_bytes(graph, (place.name for place in axis.parameters)) for axis in axes}
     least = _LEAST * max(of_axis.values(), default=0)
-    candidates = [
-        axis for axis in axes if axis.size % team == 0 and axis.size >= team > 1 and of_axis[axis.name] >= least
-    ]
+    candidates = [axis for axis in axes if team > 1 and of_axis[axis.name] >= least and divides(graph, axis, team)]
     while True:
         chosen = [axis for group in _groups(candidates) for axis in _best(graph, group)]
         mixed = _mixed(graph, chosen)

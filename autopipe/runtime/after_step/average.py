@@ -7,7 +7,7 @@ float64 weights. Buffers are not averaged, as in ``AveragedModel`` with ``use_bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,16 @@ class Averages:
         """Return the averages of a stage by name of the parameter. Empty before the first step."""
         return self._values[stage]
 
-    def restore(self, stage: int, source: Checkpoint) -> None:
-        """Restore the averages of a stage. If the checkpoint has no averages, they start with the next step."""
+    def restore(self, stage: int, source: Checkpoint, own: Callable[[str, Tensor], Tensor]) -> None:
+        """Restore the averages of a stage. If the checkpoint has no averages, they start with the next step.
+
+        ``own``: takes this member's part of a tensor.
+        """
         wanted = [f"{PREFIX}{name}" for name in self._averaged[stage]]
         if not any(name.startswith(PREFIX) for name in source.names):
             return
         read = source.read(wanted)
         for name, parameter in self._averaged[stage].items():
+            key = f"{PREFIX}{name}"
             like = torch.empty_like(parameter, dtype=average_dtype(parameter.dtype), requires_grad=False)
-            self._values[stage][name] = like.copy_(read[f"{PREFIX}{name}"])
+            self._values[stage][name] = like.copy_(own(key, read[key]))

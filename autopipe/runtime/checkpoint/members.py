@@ -1,7 +1,7 @@
 """What a member of a team writes into a checkpoint, and reads from it.
 
 Tensors have the names and shapes of the complete model. A tensor that is cut over the members is written as a slice by
-each of them, and cut again when it is read, over as many members as there are then.
+each of them, without padding, and cut again when it is read, over as many members as there are then.
 """
 
 from __future__ import annotations
@@ -41,22 +41,27 @@ def _place(stage: Stage, key: str) -> tuple[Place, int] | None:
     return Place(key, dimension, tuple(Segment(*segment) for segment in segments)), size
 
 
-def slices_of(stage: Stage, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSlice]:
-    """Return which slice of a tensor this member has, for those that are cut."""
+def sliced(stage: Stage, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, TensorSlice]]:
+    """Return the tensors without padding, and which slice of a tensor this member has, for those that are cut."""
+    stored, slices, team = dict(tensors), dict[str, TensorSlice](), stage._autopipe_team
     if not stage.SHARDS:
-        return {}
-    slices, team = {}, stage._autopipe_team
+        return stored, slices
     parameters = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     for key, tensor in tensors.items():
         cut_at = _place(stage, key)
         if cut_at is None or tensor.shape != parameters[_tensor_of(key)].shape:
             continue  # state of an optimizer that is not one number for each of the parameter
         place, size = cut_at
-        whole = tensor.shape[place.dimension] * team.size
+        whole = place.whole(tensor.shape[place.dimension], size, team.size)
+        if size % team.size:  # the whole dimension, in one range for each member
+            ((start, stop),) = place.ranges(whole, size, team.member, team.size)
+            stored[key] = tensor.narrow(place.dimension, 0, stop - start)
+            slices[key] = TensorSlice(place.dimension, team.member, team.size)
+            continue
         lengths = [(segment.length or whole, segment.inner) for segment in place.segments]
         segments = tuple((length, length // (size * inner)) for length, inner in lengths)
         slices[key] = TensorSlice(place.dimension, team.member, team.size, segments=segments)
-    return slices
+    return stored, slices
 
 
 def own_part(stage: Stage, key: str, whole: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.directory import Part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
-from autopipe.runtime.checkpoint.members import slices_of
+from autopipe.runtime.checkpoint.members import sliced
 from autopipe.runtime.checkpoint.sharing import bits, checksums, of_member, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
@@ -109,7 +109,7 @@ class Saver:
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
             tensors.update({} if own else of_optimizer)
             counted: dict[str, int] = {}
-            slices = slices_of(code, tensors)
+            tensors, slices = sliced(code, tensors)
             if (num_writers := self.writers[stage]) > 1:
                 counters = state.counters(stepper.runners[stage])
                 cut = {name: tensor for name, tensor in tensors.items() if name in slices}
@@ -120,7 +120,7 @@ class Saver:
                 tensors.update(share(cut, replica, num_writers // code.TEAM))
                 slices = {name: part for name, part in slices.items() if name in tensors}
             if own:
-                parts_of_member = slices_of(code, of_optimizer)
+                of_optimizer, parts_of_member = sliced(code, of_optimizer)
                 slices |= parts_of_member
                 tensors |= {name: t for name, t in of_optimizer.items() if not member or name in parts_of_member}
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))

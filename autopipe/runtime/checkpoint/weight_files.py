@@ -227,10 +227,10 @@ class Matched:
                 where=self._where,
                 remedy=f"the names there are such as {next(iter(self._weights.shapes), 'none')!r}",
             )
-        for name, spec in {**graph.parameters, **graph.buffers}.items():
-            if name in self.names and (shape := self._weights.shapes[self.names[name]]) != spec.concrete({}):
+        for name, wanted in graph.model_shapes.items():
+            if name in self.names and (shape := self._weights.shapes[self.names[name]]) != wanted:
                 raise RunError(
-                    f"{name} is {list(shape)} in the weights and {list(spec.concrete({}))} in the model",
+                    f"{name} is {list(shape)} in the weights and {list(wanted)} in the model",
                     where=self._where,
                     remedy="give the model the arguments it was trained with (--arg), or other weights",
                 )

@@ -17,6 +17,7 @@ from autopipe.ir.teams.axes import (
     LOOKED_UP,
     PICKED,
     Place,
+    share,
 )
 
 if TYPE_CHECKING:
@@ -24,15 +25,23 @@ if TYPE_CHECKING:
 
 
 def cut(whole: Tensor, place: Place, size: int, member: int, team: int) -> Tensor:
-    """Return a member's part of a tensor."""
-    ranges = place.ranges(whole.shape[place.dimension], size, member, team)
-    return torch.cat([whole.narrow(place.dimension, start, stop - start) for start, stop in ranges], place.dimension)
+    """Return a member's part of a tensor, with padding."""
+    dim = place.dimension
+    ranges = place.ranges(whole.shape[dim], size, member, team)
+    part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return _padded(part, dim, place.local(whole.shape[dim], size, team))
+
+
+def _padded(part: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(part.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat([part, part.new_zeros(shape)], dim) if shape[dim] else part
 
 
 def joined(parts: list[Tensor], place: Place, size: int) -> Tensor:
-    """Return the tensor of which ``parts`` are the members' parts."""
+    """Return the tensor of which ``parts`` are the members' parts, without padding."""
     shape = list(parts[0].shape)
-    shape[place.dimension] *= len(parts)
+    shape[place.dimension] = place.whole(shape[place.dimension], size, len(parts))
     whole = parts[0].new_empty(shape)
     for member, part in enumerate(parts):
         at = 0
@@ -136,9 +145,10 @@ def _own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_of(combination: Combination, member: int) -> tuple[int, int]:
-    """Return the first class of a member and its number of classes."""
-    each = combination.axis.size // combination.team
-    return member * each, each
+    """Return the first class of a member and its number of classes, without padding."""
+    size = combination.axis.size
+    each = share(size, combination.team)
+    return member * each, min(each, size - member * each)
 
 
 def _looked_up(combination: Combination) -> list[Tensor]:
@@ -158,9 +168,12 @@ def _looked_up(combination: Combination) -> list[Tensor]:
 
 
 def _shifted(combination: Combination) -> tuple[list[Tensor], list[Tensor]]:
-    """Return logits minus their maximum over all classes, and the log of the sum of their exponentials."""
-    logits = [args[0] for args, _ in combination.arguments]
+    """Return logits minus their maximum over all classes, and the log of the sum of their exponentials. No padding."""
     dim = _classes(combination)
+    logits = [
+        args[0].narrow(dim, 0, _first_of(combination, member)[1])
+        for member, (args, _) in enumerate(combination.arguments)
+    ]
     highest = logits[0].detach().amax(dim, keepdim=True)
     for other in logits[1:]:
         highest = torch.maximum(highest, other.detach().amax(dim, keepdim=True))
@@ -211,6 +224,10 @@ def _cross_entropy(combination: Combination) -> list[Tensor]:
 def _log_softmax(combination: Combination) -> list[Tensor]:
     shifted, normalizers = _shifted(combination)
     parts = [x - total for x, total in zip(shifted, entered(normalizers), strict=True)]
+    dim = _classes(combination)
+    parts = [
+        _padded(part, dim, args[0].shape[dim]) for part, (args, _) in zip(parts, combination.arguments, strict=True)
+    ]
     dtype = next((kwargs.get("dtype") for _, kwargs in combination.arguments), None)
     return parts if dtype is None else [part.to(dtype) for part in parts]
 

@@ -44,9 +44,10 @@ class Members:
         self._team = team
         self._cuts = {p.name: (axis, p) for axis in axes for p in (*axis.parameters, *axis.state)}
         self._carried = {place.name: (axis, place) for axis in axes for place in axis.values}
-        self._rewrites: dict[str, list[Rewrite]] = {}
-        for rewrite in (rewrite for axis in axes for rewrite in axis.rewrites):
-            self._rewrites.setdefault(rewrite.node, []).append(rewrite)
+        self._rewrites: dict[str, list[tuple[Axis, Rewrite]]] = {}
+        for axis in axes:
+            for rewrite in axis.rewrites:
+                self._rewrites.setdefault(rewrite.node, []).append((axis, rewrite))
         self._entries = {
             (entry.value, node): (axis.name, entry.value)
             for axis in axes
@@ -153,12 +154,12 @@ class Members:
     def _rewritten(
         self, node: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for rewrite in self._rewrites.get(node, ()):
+        for axis, rewrite in self._rewrites.get(node, ()):
             first, *rest = rewrite.path
             if isinstance(first, int):
-                args = _replaced(args, [first, *rest], self._team)
+                args = _replaced(args, [first, *rest], axis, self._team)
             else:
-                kwargs[first] = _replaced(kwargs[first], rest, self._team)
+                kwargs[first] = _replaced(kwargs[first], rest, axis, self._team)
         return args, kwargs
 
     def _place_of_classes(self, node: fx.Node) -> Place | None:
@@ -198,15 +199,15 @@ def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _replaced(value: Any, path: Sequence[int | str], team: int) -> Any:
-    """Return an argument with the number at ``path`` divided by ``team``."""
+def _replaced(value: Any, path: Sequence[int | str], axis: Axis, team: int) -> Any:
+    """Return an argument with the number at ``path`` as a member has it."""
     if not path:
-        return value // team
+        return axis.local(value, team)
     at = int(path[0])
     if isinstance(value, slice):
         bounds = [value.start, value.stop, value.step]
-        bounds[at] = _replaced(bounds[at], path[1:], team)
+        bounds[at] = _replaced(bounds[at], path[1:], axis, team)
         return slice(*bounds)
     items = list(value)
-    items[at] = _replaced(items[at], path[1:], team)
+    items[at] = _replaced(items[at], path[1:], axis, team)
     return type(value)(items) if isinstance(value, (list, tuple)) else items

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopipe.ir.teams.axes import Axis
+from autopipe.ir.teams.axes import Axis, Place
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace.axes.combined import joined
 from autopipe.trace.axes.members import Members, TeamOutcome
@@ -186,7 +186,10 @@ class Whole:
         if whole is None or len(parts) < len(each):
             return "" if whole is None and not parts else "is missing"
         if isinstance(cut, tuple):
-            total = joined(parts, cut[1], cut[0].size)
+            axis, place = cut
+            if _in_padding(parts, place, axis.size):  # it would be a part of the norm of all gradients
+                return "is not zero in its padding"
+            total = joined(parts, place, axis.size)
         elif partial:
             total = torch.stack(parts).sum(0)
         elif not all(torch.equal(part, parts[0]) for part in parts):
@@ -206,3 +209,14 @@ class Whole:
         """Return whether a difference is of the size of those that rounding of the weights makes by jumps."""
         relative = self._relative(wanted, actual)
         return relative <= _MOST and relative <= _MARGIN * self._jump
+
+
+def _in_padding(parts: Sequence[Tensor], place: Place, size: int) -> bool:
+    """Return whether any of the members' parts has a number other than zero in its padding."""
+    dim, local = place.dimension, parts[0].shape[place.dimension]
+    whole = place.whole(local, size, len(parts))
+    for member, part in enumerate(parts):
+        own = sum(stop - start for start, stop in place.ranges(whole, size, member, len(parts)))
+        if part.narrow(dim, own, local - own).any():
+            return True
+    return False

@@ -8,6 +8,7 @@ to ``NAME``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from autopipe.ir.teams.axes import (
     Place,
     Rewrite,
     shards_of,
+    share,
 )
 from autopipe.ir.tensor import TensorSpec
 from autopipe.team import STAGE
@@ -54,11 +56,14 @@ class _Localiser:
     def __init__(self, capture: Capture, axes: Sequence[Axis], size: int) -> None:
         self._of, self._axes, self._size = capture, axes, size
         self._carried = {place.name: (axis, place) for axis in axes for place in axis.values}
-        self._rewrites: dict[str, list[Rewrite]] = {}
-        for rewrite in (rewrite for axis in axes for rewrite in axis.rewrites):
-            self._rewrites.setdefault(rewrite.node, []).append(rewrite)
+        self._rewrites: dict[str, list[tuple[Axis, Rewrite]]] = {}
+        for axis in axes:
+            for rewrite in axis.rewrites:
+                self._rewrites.setdefault(rewrite.node, []).append((axis, rewrite))
         self._entries = {(entry.value, node): axis for axis in axes for entry in axis.entries for node in entry.readers}
         self._sums = {entry.node: entry.how for axis in axes for entry in axis.sums}
+        # with padding: node that adds over the axis -> the size of the axis
+        self._padded = {entry.node: {"size": axis.size} for axis in axes if axis.size % size for entry in axis.sums}
         self._draws = {node: axis for axis in axes for node in axis.draws}
         self._described = {node.name: node for node in capture.graph.nodes}
         self._graph = fx.Graph()
@@ -91,7 +96,7 @@ class _Localiser:
         places = {place.name: (axis, place) for axis in self._axes for place in (*axis.parameters, *axis.state)}
 
         def local(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-            return {name: self._cut(spec, places[name][1]) if name in places else spec for name, spec in specs.items()}
+            return {name: self._cut(spec, *places[name]) if name in places else spec for name, spec in specs.items()}
 
         return dataclasses.replace(
             whole,
@@ -99,13 +104,20 @@ class _Localiser:
             parameters=local(whole.parameters),
             buffers=local(whole.buffers),
             complete=whole.model_digest,
+            whole_shapes=tuple(
+                (name, spec.concrete({}))
+                for name, spec in (*whole.parameters.items(), *whole.buffers.items())
+                if name in places
+            ),
             axes=(),
             whole=(),
         )
 
-    def _cut(self, spec: TensorSpec, place: Place) -> TensorSpec:
+    def _cut(self, spec: TensorSpec, axis: Axis, place: Place) -> TensorSpec:
         shape = list(spec.shape)
-        shape[place.dimension] = floor_divided(shape[place.dimension], self._size)
+        whole = shape[place.dimension]
+        padded = axis.size % self._size and whole == axis.size
+        shape[place.dimension] = share(axis.size, self._size) if padded else floor_divided(whole, self._size)
         return dataclasses.replace(spec, shape=tuple(shape))
 
     def _copy(self, node: fx.Node) -> None:
@@ -148,18 +160,19 @@ class _Localiser:
             return self._values[operand] if axis is None else self._enter(operand, axis)
 
         args, kwargs = fx.map_arg(own, value), dict(fx.map_arg(named, value))
-        for rewrite in self._rewrites.get(node.name, ()):
+        for axis, rewrite in self._rewrites.get(node.name, ()):
             first, *rest = rewrite.path
+            divided = functools.partial(self._divided, axis)
             if isinstance(first, int):
-                args = replaced(args, [first, *rest], self._divided)
+                args = replaced(args, [first, *rest], divided)
             else:
-                kwargs[first] = replaced(kwargs[first], rest, self._divided)
+                kwargs[first] = replaced(kwargs[first], rest, divided)
         return args, kwargs
 
-    def _divided(self, count: Any) -> Any:
+    def _divided(self, axis: Axis, count: Any) -> Any:
         """Return a size divided by the members. One that is computed from the batch is divided when it is known."""
         if not isinstance(count, fx.Node):
-            return count // self._size
+            return axis.local(count, self._size)
         if count.name not in self._divisions:
             divided = self._graph.create_node(
                 "call_function", operator.floordiv, (count, self._size), name=f"{count.name}_of_member"
@@ -208,7 +221,7 @@ class _Localiser:
         return part
 
     def _local(self, name: str, spec: TensorSpec | None) -> TensorSpec | None:
-        return self._cut(spec, self._carried[name][1]) if spec is not None and name in self._carried else spec
+        return self._cut(spec, *self._carried[name]) if spec is not None and name in self._carried else spec
 
     def _describe(self, call: fx.Node, about: Node | None, spec: TensorSpec | None, storage: str | None = None) -> None:
         """Describe a call as that of the complete model, with its own target and arguments."""
@@ -304,7 +317,8 @@ class _Localiser:
         else:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
-        return team.looked_up, ((STAGE, args[0], weight, *(() if padding is None else (padding,))), {})
+        operands = (STAGE, args[0], weight, *(() if padding is None else (padding,)))
+        return team.looked_up, (operands, self._padded.get(node.name, {}))
 
     def _cross_entropy(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
         return team.vocabulary_cross_entropy, self._loss(node, arguments)
@@ -317,15 +331,14 @@ class _Localiser:
         if node.op == "call_module":
             kwargs = {name: getattr(self._module(node), name) for name in ("ignore_index", "reduction")}
         operands = [args[0], args[1] if len(args) > 1 else kwargs["target"], self._classes(node)]
-        return (STAGE, *operands), {k: v for k, v in kwargs.items() if k in ("ignore_index", "reduction")}
+        named = {k: v for k, v in kwargs.items() if k in ("ignore_index", "reduction")}
+        return (STAGE, *operands), named | self._padded.get(node.name, {})
 
     def _log_softmax(self, node: fx.Node, arguments: Arguments) -> tuple[Callable[..., Any], Arguments]:
         args, kwargs = arguments
         dtype = kwargs.get("dtype")
-        return team.vocabulary_log_softmax, (
-            (STAGE, args[0], self._classes(node)),
-            {} if dtype is None else {"dtype": dtype},
-        )
+        named = ({} if dtype is None else {"dtype": dtype}) | self._padded.get(node.name, {})
+        return team.vocabulary_log_softmax, ((STAGE, args[0], self._classes(node)), named)
 
     def _classes(self, node: fx.Node) -> int:
         operand = node.args[0]

@@ -127,6 +127,37 @@ def test_a_run_moves_between_layouts(folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_vocabulary_that_no_team_divides_moves_between_layouts(folder: Path) -> None:
+    """Weights are exported, and another run starts from them, under their own names and shapes."""
+    (folder / "net.py").write_text(MODEL.replace("40", "41"))
+    plain = document("train", "net.py", "--gpus", "1", *OPTIONS, "--work-dir", "one", "--steps", "5")
+    document("export", "--work-dir", "one", "-o", "one.safetensors")
+    losses: list[float] = []
+    for step, size in enumerate((2, 3, 1, 4, 3), start=1):
+        resume = ["--resume"] if step > 1 else []
+        layout = ["--gpus", str(size), "--tensor-parallel", str(size)]
+        words = ["train", "net.py", *layout, *OPTIONS, "--run-dir", "run", "--steps", str(step), "--no-check", *resume]
+        losses += document(*words)["losses"]
+        code = (folder / "run" / "stages" / "stage_0.py").read_text()
+        assert ("looked_up(self, x, self.table.weight, size=41)" in code) == (size > 1)
+    assert losses == pytest.approx(plain["losses"], rel=1e-5)
+    document("export", "run", "-o", "teams.safetensors")
+    one, teams = load_file(folder / "one.safetensors"), load_file(folder / "teams.safetensors")
+    assert one.keys() == teams.keys()
+    for name, tensor in one.items():
+        assert tensor.shape == teams[name].shape
+        assert float((tensor - teams[name]).abs().mean()) < 1e-5, name
+    first = [
+        document("train", "net.py", *layout, *OPTIONS, "--init-from", str(source), "--work-dir", work, "--steps", "1")
+        for layout, source, work in (
+            (["--gpus", "2", "--tensor-parallel", "2"], "run/checkpoints/step-00000005", "next-2"),
+            (["--gpus", "1", "--tensor-parallel", "1"], "teams.safetensors", "next-1"),
+        )
+    ]
+    assert first[0]["losses"] == pytest.approx(first[1]["losses"], rel=1e-6)
+
+
+@pytest.mark.timeout(300)
 def test_a_killed_member_ends_the_run_and_a_restart_continues(folder: Path) -> None:
     (folder / "net.py.kill").touch()
     words = ["train", "net.py", *TEAMS, *OPTIONS, "--steps", "5", "--checkpoint-every", "1", "--no-check"]

@@ -5,6 +5,7 @@ What its members exchange, counted, is what ``ir.teams.exchanged`` says.
 
 import dataclasses
 import functools
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.axes import Body, Layers, Merged, Module, workload
+from support.models.axes import Body, Layers, Merged, Module, Vocabulary, Wide, workload
 from support.models.transformers import MODELS, toy_of
 from support.pipelines import plan_for, profile_of
+from torch.nn import functional
 
 from autopipe.errors import TraceError
 from autopipe.generate import generate
@@ -229,7 +231,7 @@ def test_the_sample(size, num_stages, tmp_path):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.filterwarnings("default")
 def test_layers_of_torch(batch_first, size, sequence, num_stages, tmp_path):
-    toy = workload(lambda: Body(Layers(batch_first), classes=8))
+    toy = workload(lambda: Body(Layers(batch_first), smoothing=0.0))
     captured = capture(toy, verify=False, lengths=False)
     leaves = toy.leaves(toy.example_item(3))
     text, share = assert_equal_to_members(toy, captured, leaves, size, tmp_path, num_stages, sequence)
@@ -243,7 +245,7 @@ def test_layers_of_torch(batch_first, size, sequence, num_stages, tmp_path):
 @pytest.mark.parametrize(("name", "size", "length"), [("ViTForImageClassification", 2, 17), ("", 4, 6)])
 @pytest.mark.filterwarnings("default")
 def test_a_length_that_members_cannot_divide_is_refused(name, size, length):
-    toy = toy_of(name) if name else workload(lambda: Body(Layers(), classes=8))
+    toy = toy_of(name) if name else workload(lambda: Body(Layers(), smoothing=0.0))
     captured = capture(toy, verify=False, lengths=False)
     axes = choose(captured.graph, find_axes(captured).axes, size)
     with pytest.raises(TraceError, match=f"no length of the batch that {size} divides"):
@@ -253,7 +255,7 @@ def test_a_length_that_members_cannot_divide_is_refused(name, size, length):
 
 @pytest.mark.filterwarnings("default")
 def test_layers_of_torch_in_evaluation_mode(tmp_path):
-    toy = workload(lambda: Body(Layers(), classes=8))
+    toy = workload(lambda: Body(Layers(), smoothing=0.0))
     captured = capture(toy, verify=False, lengths=False)
     leaves = toy.leaves(toy.example_item(3))
     axes = choose(captured.graph, find_axes(captured).axes, 2)
@@ -281,6 +283,36 @@ def test_heads_of_torch_with_masks(options, tmp_path):
     text, _ = assert_equal_to_members(toy, captured, toy.leaves(toy.example_item(3)), 2, tmp_path)
     assert "attn_mask=mask" in text
     assert "key_padding_mask=padding" in text
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("words", "size"), [(9, 2), (8, 3), (13, 4)])
+def test_a_padded_vocabulary(words, size, num_stages, tmp_path):
+    toy = workload(lambda: Vocabulary(words=words))
+    captured = capture(toy, verify=False, lengths=False)
+    text, _ = assert_equal_to_members(toy, captured, toy.leaves(toy.example_item(3)), size, tmp_path, num_stages)
+    assert f"self.table.weight, 3, size={words})" in text
+    assert re.search(rf"vocabulary_log_softmax\(self, .*, 1, size={words}\)", text)
+    assert f"vocabulary_nll(self, scores, targets, 1, size={words})" in text
+    assert f'"table.weight": (0, {words}, ((0, 1),)),' in text
+
+
+@pytest.mark.parametrize("dimension", [1, 2])
+def test_a_padded_loss_over_another_dimension(dimension, tmp_path):
+    class Sampled(Body):
+        def forward(self, x, labels):
+            logits = self.head(self.last(x + self.inner(self.first(x))))
+            if dimension == 1:
+                return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum", ignore_index=9)
+            logs = functional.log_softmax(logits, dim=2, dtype=torch.float64)
+            return functional.nll_loss(logs.view(-1, 9), labels.view(-1), ignore_index=3)
+
+    toy = workload(lambda: Sampled(Wide(), classes=9))
+    captured = capture(toy, verify=False, lengths=False)
+    text, share = assert_equal_to_members(toy, captured, toy.leaves(toy.example_item(3)), 2, tmp_path)
+    assert share > 0.8
+    assert "size=9" in text
+    assert (".view(-1, 5)" in text) == (dimension == 2)
 
 
 def test_sizes_of_the_batch_are_divided(tmp_path):

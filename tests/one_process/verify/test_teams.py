@@ -38,7 +38,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+        self.table, self.head = nn.Embedding({words}, 16), nn.Linear(16, {words})
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x):
@@ -59,29 +59,41 @@ def loss(output, target):
 def data(batch_size=6):
     generator = torch.Generator().manual_seed(3)
     while True:
-        x = torch.randint(0, 24, (batch_size, 8), generator=generator)
+        x = torch.randint(0, {words}, (batch_size, 8), generator=generator)
+        x[0, 0] = {words} - 1
         yield x, x.roll(1, 1)
+
+
+class Drifting(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 0.05
 
 
 def optimizer(named):
     return {optimizer}
 """
+# moves parameters whose gradient is zero, as the padding's
+DRIFT = "Drifting([p for _, p in named], lr=1e-2)"
 ADAM, SGD = "torch.optim.AdamW([p for _, p in named], lr=1e-2)", "torch.optim.SGD([p for _, p in named], lr=1e-2)"
 
 
 @functools.cache
-def subject_of(folder, optimizer, size):
-    path = folder / f"{size}-{len(optimizer)}.py"
-    path.write_text(MODEL.replace("{optimizer}", optimizer))
+def subject_of(folder, optimizer, size, words):
+    path = folder / f"{size}-{len(optimizer)}-{words}.py"
+    path.write_text(MODEL.replace("{optimizer}", optimizer).replace("{words}", str(words)))
     whole = captured_file(path)
     axes = choose(whole.capture.graph, find_axes(whole.capture).axes, size)
     subject = profile_of(whole.workload, of_team(whole.capture, axes, size))
     assert {"blocks.0.scale", "blocks.1.scale"} <= set(subject.capture.partial)
+    assert {"table.weight", "head.weight", "head.bias"} <= set(subject.capture.shards)
     return subject
 
 
-def checked(folder, optimizer, size=2, ranks=1, **job):
-    subject = subject_of(folder, optimizer, size)
+def checked(folder, optimizer, size=2, ranks=1, words=24, **job):
+    subject = subject_of(folder, optimizer, size, words)
     plan = dataclasses.replace(plan_for(subject, ranks, "1f1b", 2, 6), team=size)
     pipeline = build(subject, plan, folder / f"{size}-{ranks}-{len(optimizer)}", **job)
     items = minibatches(subject.workload, 3, 6, last=5)
@@ -100,6 +112,39 @@ def test_teams_are_equal_within_the_rounding_of_their_sums(optimizer, size, rank
     # the noise is that of such sums: real differences are of its size, and neither far below nor above
     typical = sorted(d.gradient for d in result.differences)[len(result.differences) // 2]
     assert result.gradient_noise / 20 < typical < 20 * result.gradient_noise
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, SGD, DRIFT])
+@pytest.mark.parametrize(("size", "ranks", "clip"), [(2, 2, 0.1), (4, 1, 0.0)])
+def test_a_vocabulary_that_the_team_does_not_divide(optimizer, size, ranks, clip, tmp_path_factory):
+    result = checked(tmp_path_factory.mktemp("run"), optimizer, size, ranks, words=25, clip_grad_norm=clip)
+    worst = max(result.differences, key=lambda d: d.error - d.noise)
+    assert result.equal, worst
+    assert 0 < result.noise < 1e-5
+    assert {"table.weight", "head.weight", "head.bias"} <= {d.name for d in result.differences}
+
+
+def with_padding(stage, logits, dim, size):
+    """The loss reads padding."""
+    return logits
+
+
+def one_less(stage, count, size, right=team._range):
+    """No member has the last word."""
+    return right(stage, count, size and size - 1)
+
+
+def one_late(stage, count, size, right=team._range):
+    """Every member but the first has the word after its own."""
+    first, own = right(stage, count, size)
+    return first + (stage._autopipe_team.member > 0), own
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, SGD])
+@pytest.mark.parametrize(("name", "broken"), [("_classes", with_padding), ("_range", one_less), ("_range", one_late)])
+def test_wrong_padding_is_a_difference(name, broken, optimizer, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(team, name, broken)
+    assert not checked(tmp_path_factory.mktemp("run"), optimizer, words=25).equal
 
 
 def broken_entered(stage, value):

@@ -6,8 +6,21 @@ import pytest
 
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph, Input, Node, Symbol
-from autopipe.ir.teams.axes import ADDED, Axis, Entry, Place, Rewrite, Segment, Sum
-from autopipe.ir.teams.axis_sets import choose
+from autopipe.ir.teams.axes import (
+    ADDED,
+    BY_INDEX,
+    CROSS_ENTROPY,
+    LOOKED_UP,
+    SUMS,
+    Axis,
+    Entry,
+    Place,
+    Rewrite,
+    Segment,
+    Sum,
+    share,
+)
+from autopipe.ir.teams.axis_sets import choose, coverage
 from autopipe.ir.tensor import TensorSpec
 
 
@@ -31,6 +44,28 @@ def test_members_share_out_every_element_once():
 
 def test_adjacent_ranges_are_one():
     assert place("w", inner=1).ranges(8, 8, 1, 2) == ((4, 8),)
+
+
+@pytest.mark.parametrize("team", [2, 3, 4, 5, 7])
+def test_padded_members_share_out_every_element_once(team):
+    table = place("table")
+    parts = [table.ranges(97, 97, member, team) for member in range(team)]
+    assert [index for ((start, stop),) in parts for index in range(start, stop)] == [*range(97)]
+    assert {table.local(97, 97, team)} == {-(-97 // team)} == {stop - start for ((start, stop),) in parts[:-1]}
+    assert table.whole(table.local(97, 97, team), 97, team) == 97
+    assert place("qkv", inner=32).whole(192, 4, 2) == 384
+
+
+@pytest.mark.parametrize("outer", [Place("w", 0, (Segment(0, 2),)), Place("w", 0, (Segment(9, 1), Segment(9, 1)))])
+def test_only_a_complete_dimension_can_be_padded(outer):
+    with pytest.raises(ValueError, match=r"'w'"):
+        outer.ranges(18, 9, 0, 2)
+
+
+def test_a_number_that_counts_along_a_padded_axis():
+    axis = Axis("a", 97, (place("w"),))
+    assert [axis.local(97, 2), axis.local(194, 2), axis.local(97, 4)] == [49, 98, 25]
+    assert dataclasses.replace(axis, size=96).local(192, 2) == 96
 
 
 @pytest.mark.parametrize(("length", "size", "member", "team"), [(8, 4, 0, 3), (9, 4, 0, 2), (8, 4, 2, 2)])
@@ -97,6 +132,67 @@ def test_only_sizes_that_the_team_divides_are_chosen():
     assert [axis.name for axis in choose(graph, [between(0, 6)], 3)] == ["a0"]
     assert choose(graph, [between(0, 6)], 4) == ()
     assert choose(graph, [between(0, 6)], 1) == ()
+
+
+def vocabulary(words: int, how: str = LOOKED_UP) -> tuple[Graph, Axis]:
+    """Return a graph that looks a word up and multiplies by the same table, and the axis of the words."""
+    ids, row = TensorSpec(("s0",), "int64"), TensorSpec(("s0", 4), "float32", requires_grad=True)
+    nodes = (
+        Node("row", "call_function", "embedding", ("x",), row, parameters=("w",)),
+        Node("logits", "call_function", "linear", ("row",), TensorSpec(("s0", words), "float32"), parameters=("w",)),
+        Node("loss", "call_function", "cross_entropy", ("logits", "x"), TensorSpec((), "float32")),
+    )
+    graph = Graph(
+        "tied", (Input("x", ids),), (Symbol("s0", "x", 0, 2),), nodes, ("loss",),
+        {"w": TensorSpec((words, 4), "float32")}, {"mask": TensorSpec((words,), "float32")}, {},
+    )  # fmt: skip
+    axis = Axis(
+        f"model/{words}",
+        words,
+        (place("w"),),
+        values=(place("logits", 1),),
+        sums=(Sum("row", how), Sum("loss", CROSS_ENTROPY)),
+        entries=(Entry("row", ("logits",)),),
+        nodes=("row", "logits", "loss"),
+    )
+    return dataclasses.replace(graph, axes=(axis,)), axis
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_padding_is_for_sums_that_know_the_size(how):
+    graph, axis = vocabulary(97, how)
+    assert choose(graph, [axis], 2) == ((axis,) if how in BY_INDEX else ())
+    graph, axis = vocabulary(96, how)
+    assert choose(graph, [axis], 2) == (axis,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"draws": ("logits",)},
+        {"rewrites": (Rewrite("logits", (1, 1), 0),)},  # computed from the batch
+        {"values": (place("logits", 1, inner=2),)},
+        {"values": (place("row", 0),)},  # of another length
+        {"values": (Place("logits", 1, (Segment(90, 1), Segment(7, 1))),)},
+        {"state": (place("of no known shape"),)},
+    ],
+)
+def test_an_axis_that_padding_could_change_stays_whole(change):
+    graph, axis = vocabulary(97)
+    kept = dataclasses.replace(axis, rewrites=(Rewrite("logits", (1, 1), 97),), state=(place("mask"),))
+    assert choose(graph, [kept], 2) == (kept,)
+    changed = dataclasses.replace(kept, **change)
+    assert choose(graph, [changed], 2) == ()
+    graph = dataclasses.replace(graph, axes=(changed,))
+    assert coverage(graph, 2).whole == {"a size of 97, which 2 does not divide": 1.0}
+
+
+@pytest.mark.parametrize("words", [5, 9, 10, 16, 97])
+@pytest.mark.parametrize("team", [2, 3, 4, 5, 8])
+def test_every_member_has_a_part_of_what_is_padded(words, team):
+    graph, axis = vocabulary(words)
+    last = words - share(words, team) * (team - 1)
+    assert choose(graph, [axis], team) == ((axis,) if last > 0 else ())
 
 
 def test_an_axis_of_few_bytes_is_left_out_however_deep_the_model_is():

@@ -3,7 +3,7 @@
 import dataclasses
 
 from autopipe.ir.graph import Graph, Input, Node, Symbol
-from autopipe.ir.teams.axes import ADDED, Axis, Place, Segment, Sum
+from autopipe.ir.teams.axes import ADDED, LOOKED_UP, Axis, Place, Segment, Sum
 from autopipe.ir.tensor import TensorSpec
 from autopipe.report import sharding
 
@@ -46,6 +46,15 @@ def test_a_size_that_two_does_not_divide_is_the_reason():
     assert "whole" not in sharding.line(graph_of(1))[:60]
     line = sharding.line(graph_of(1, size=9))
     assert "94.7% a size of 9, which 2 does not divide" in line
+
+
+def test_a_vocabulary_is_shown_with_its_padding():
+    graph = graph_of(2, size=9)
+    sums = [dataclasses.replace(axis, sums=(Sum(axis.sums[0].node, LOOKED_UP),)) for axis in graph.axes]
+    graph = dataclasses.replace(graph, axes=tuple(sums))
+    assert "along 2 axes: blocks.*/9 (padded to 10) x 2\n" in sharding.line(graph)
+    assert [axis["padding"] for axis in sharding.document(graph)["axes"]] == [1, 1]
+    assert [axis["padding"] for axis in sharding.document(graph_of(1))["axes"]] == [0]
 
 
 def test_the_document_has_every_axis_and_shares_that_add_up():

@@ -1,5 +1,7 @@
 """Small transformers of the library of that name."""
 
+import functools
+
 import torch
 
 from support.models.trace import Toy
@@ -10,8 +12,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def text(n, generator):
-    ids = torch.randint(1, 96, (n, 16), generator=generator)
+def text(n, generator, words=96):
+    ids = torch.randint(1, words, (n, 16), generator=generator)
+    ids[0, 0] = words - 1
     return {"input_ids": ids, "labels": ids}
 
 
@@ -22,7 +25,9 @@ def pictures(n, generator):
 
 MODELS = {
     "GPT2LMHeadModel": (
-        "GPT2Config", {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, text,
+        "GPT2Config",  # a vocabulary that no team divides, as the 50,257 words of the real one
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        functools.partial(text, words=97),
     ),
     "LlamaForCausalLM": ("LlamaConfig", {**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1}, text),
     "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, text),

@@ -129,11 +129,11 @@ def test_another_model_is_refused_with_its_first_parameter(run: RunDirectory) ->
         with pytest.raises(RunError, match=f"the checkpoint belongs to another model: {message}"):
             refuse_other_model(source, graph_of(Net(*shapes, first=first)))
     graph = graph_of(Net(3, 3))
-    refuse_other_parameters(graph, 1, Net(3, 3), run.path)
+    refuse_other_parameters(graph, Net(3, 3), run.path)
     with pytest.raises(RunError, match=r"the model has changed since this run: w1 was \[3\] and is \[4\]"):
-        refuse_other_parameters(graph, 1, Net(3, 4), run.path)
+        refuse_other_parameters(graph, Net(3, 4), run.path)
     with pytest.raises(RunError, match="w1 was removed"):
-        refuse_other_parameters(graph, 1, Net(3), run.path)
+        refuse_other_parameters(graph, Net(3), run.path)
 
 
 def test_a_stage_without_parameters_counts_for_older_versions(run: RunDirectory) -> None:

@@ -182,7 +182,7 @@ def test_a_checkpoint_that_lacks_one_of_its_averages_is_refused(tmp_path: Path) 
     assert saved is not None
     parameters = dict(subject.workload.build_model().named_parameters())
     with pytest.raises(ArtifactError, match=r"average\.frozen"):
-        Averages(DECAY, {0: parameters}).restore(0, saved)
+        Averages(DECAY, {0: parameters}).restore(0, saved, lambda name, tensor: tensor)
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

@@ -1,10 +1,15 @@
 """At least 80 % of the parameters of known transformers can be sharded, and the shards compute what the model does."""
 
+import dataclasses
+import functools
+
 import pytest
-from support.models.transformers import MODELS, toy_of
+import torch
+from support.models.trace import Toy
+from support.models.transformers import MODELS, text, toy_of
 
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.ir.teams.axis_sets import choose, num_bytes
+from autopipe.ir.teams.axis_sets import choose, coverage, num_bytes
 from autopipe.trace import capture
 from autopipe.trace.axes import find_axes
 from autopipe.trace.axes.verified import verified
@@ -33,6 +38,21 @@ def test_a_model_of_transformers_is_sharded(name):
     assert any(axis.draws for axis in axes) or name in ("Qwen3ForCausalLM", "Phi3ForCausalLM")
     partial = {parameter for axis in axes for parameter in axis.partial}
     assert bool(partial) == (name == "Qwen3ForCausalLM")
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_default_gpt2_is_sharded_with_its_50257_words():
+    import transformers
+
+    toy = Toy(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()), functools.partial(text, words=50257))
+    with torch.device("meta"):
+        model = toy.build_model().train()
+    captured = capture(toy, verify=False, lengths=False, model=model)
+    graph = dataclasses.replace(captured.graph, axes=find_axes(captured).axes)
+    for team in (2, 3, 4):
+        shard = coverage(graph, team)
+        assert "transformer.wte/50257" in [axis.name for axis in shard.axes]
+        assert shard.share > 0.999
 
 
 def test_the_sample_is_sharded_at_two_and_four_with_dropout():

@@ -25,6 +25,7 @@ from support.models.axes import (
     workload,
 )
 from torch import nn
+from torch.nn import functional
 
 from autopipe.ir.teams.axes import LOG_SOFTMAX, LOOKED_UP, MULTIHEAD, PICKED
 from autopipe.ir.teams.axis_sets import choose
@@ -124,6 +125,52 @@ def test_a_tied_vocabulary_is_one_axis_of_both_uses():
     assert [entry.how for entry in axis.sums] == [LOOKED_UP, LOG_SOFTMAX, PICKED]
 
 
+@pytest.mark.parametrize(("words", "team"), [(9, 2), (8, 3), (13, 4), (11, 3)])
+def test_a_vocabulary_that_the_team_does_not_divide_is_padded(words, team):
+    (axis,), _ = sharded(lambda: Vocabulary(words=words), team)
+    assert parameters([axis]) == {"table.weight", "head.bias"}
+    assert axis.size == words
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda logits: logits.softmax(-1).square().sum(),
+        lambda logits: logits.logsumexp(-1).mean(),
+        lambda logits: logits.argmax(-1).float().mean(),
+        lambda logits: logits.sum(),
+        lambda logits: logits[..., :4].square().mean(),
+        lambda logits: functional.dropout(logits, 0.1).sum(),
+    ],
+)
+def test_a_vocabulary_whose_logits_are_read_otherwise_is_not_padded(read):
+    class Reading(Body):
+        def forward(self, x, labels):
+            logits = self.head(self.last(x + self.inner(self.first(x)))).flatten(0, 1)
+            return functional.cross_entropy(logits, labels.flatten()) + 0.1 * read(logits)
+
+    axes, _ = sharded(lambda: Reading(Wide(), classes=9))
+    assert parameters(axes) == {"inner.up.weight", "inner.up.bias", "inner.down.weight"}
+
+
+def test_a_vocabulary_whose_padding_would_have_no_gradient_is_not_sharded():
+    class Scaled(Body):
+        def __init__(self):
+            super().__init__(nn.Identity(), classes=9)
+            self.temperature = nn.Parameter(torch.ones(9))
+
+        def forward(self, x, labels):
+            return functional.cross_entropy((self.head(x) / self.temperature).flatten(0, 1), labels.flatten())
+
+    toy = workload(Scaled)
+    captured = capture(toy, verify=False, lengths=False)
+    axes, leaves = find_axes(captured).axes, toy.leaves(toy.example_item(3))
+    assert [axis.size for axis in choose_verified(captured, axes, leaves, 3).axes] == [9]
+    outcome = choose_verified(captured, axes, leaves, 2)
+    assert outcome.axes == ()
+    assert outcome.notes[0].startswith("axis model/9 is not sharded: the gradient of ")
+
+
 @pytest.mark.parametrize(
     ("between", "why"),
     [
@@ -165,7 +212,7 @@ def test_a_size_that_the_team_does_not_divide_stays_whole():
     axes, _ = sharded(lambda: Body(Wide(hidden=9)))
     assert axes == ()
     axes, _ = sharded(lambda: Body(Wide(hidden=9)), team=3)
-    assert [axis.size for axis in axes] == [9, 9]  # the classes, too
+    assert [axis.size for axis in axes] == [9]
 
 
 def test_a_model_without_two_layers_in_sequence_has_nothing_to_shard():
@@ -176,8 +223,7 @@ def test_a_model_without_two_layers_in_sequence_has_nothing_to_shard():
     outcome = choose_verified(captured, find_axes(captured).axes, toy.leaves(toy.example_item(3)), 2)
     assert outcome == Verified((), ("no parameter can be sharded over 2 processes",))
     assert of_team(captured, outcome.axes, 2).shards == {}
-
-    assert "head.weight" not in whole  # 9 classes are an axis for other teams
+    assert whole["head.weight"] == "read by cross_entropy: it has label smoothing or weights"
 
 
 def wrong(axis, change):
