@@ -113,9 +113,9 @@ def test_a_run_moves_between_layouts(folder: Path) -> None:
     layouts = [
         ["--gpus", "1", "--tensor-parallel", "1"],
         ["--gpus", "2", "--tensor-parallel", "2"],
-        TEAMS,
+        [*TEAMS, "--sequence-parallel"],
         ["--gpus", "4", "--tensor-parallel", "1", "--replicas", "never", "--schedule", "1f1b"],
-        ["--gpus", "4", "--tensor-parallel", "2", "--replicas", "auto", "--schedule", "1f1b"],
+        ["--gpus", "4", "--tensor-parallel", "2", "--replicas", "auto", "--schedule", "1f1b", "--sequence-parallel"],
     ]
     plain = document("train", "net.py", "--gpus", "1", *OPTIONS, "--work-dir", "one", "--steps", "5")
     losses: list[float] = []
@@ -123,7 +123,29 @@ def test_a_run_moves_between_layouts(folder: Path) -> None:
         resume = ["--resume"] if step > 1 else []
         words = ["train", "net.py", *layout, *OPTIONS, "--run-dir", "run", "--steps", str(step), "--no-check", *resume]
         losses += document(*words)["losses"]
+        code = (folder / "run" / "stages" / "stage_0.py").read_text()
+        assert ("looked_up_rows(self, " in code) == ("--sequence-parallel" in layout)
     assert losses == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_a_length_that_members_cannot_divide_ends_the_run(folder: Path) -> None:
+    """Lengths of 16 and 24 are trained, and the batch of 15 positions is refused with its length."""
+    (folder / "net.py").write_text(MODEL.replace("(16, 24, 16, 32, 12)", "(16, 24, 16, 15, 12)"))
+    words = ["train", "net.py", *TEAMS, "--sequence-parallel", *OPTIONS, "--no-check"]
+    plain = document("train", "net.py", "--gpus", "1", *OPTIONS, "--work-dir", "one", "--steps", "3")
+    assert document(*words, "--steps", "3")["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    done = CliRunner().invoke(autopipe, [*words, "--steps", "5"])
+    assert done.exit_code != 0
+    assert "no length of the batch that 2 divides" in done.stderr, done.stderr
+    assert "pad the batches to a multiple of 2, or train without --sequence-parallel" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_positions_without_a_team_are_refused(folder: Path) -> None:
+    done = CliRunner().invoke(autopipe, ["profile", "net.py", *OPTIONS[:2], "--sequence-parallel"])
+    assert done.exit_code != 0
+    assert "give --tensor-parallel N, too" in done.stderr, done.stderr
 
 
 @pytest.mark.timeout(300)

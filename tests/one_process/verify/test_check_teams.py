@@ -31,21 +31,12 @@ def data(batch_size=8):
         yield toy._batch(batch_size, torch.Generator().manual_seed(step))
 """
 OPTIONS = ["--device", "cpu", "--batch-size", "8", "--microbatch-sizes", "2,4", "--json"]
+# two ranks of two stages each, on two replicas, of two members
+ALL = ["--gpus", "8", "--num-microbatches", "4", "--schedule", "interleaved", "--stages-per-rank", "2"]
 LAYOUTS = {
     "teams": ["--gpus", "2", "--num-microbatches", "4"],
-    # two ranks of two stages each, on two replicas, of two members
-    "all": [
-        "--gpus",
-        "8",
-        "--num-microbatches",
-        "4",
-        "--schedule",
-        "interleaved",
-        "--stages-per-rank",
-        "2",
-        "--replicas",
-        "auto",
-    ],
+    "all": [*ALL, "--replicas", "auto"],
+    "positions": [*ALL, "--replicas", "auto", "--sequence-parallel"],
 }
 NAMES = [*MODELS, "gpt", "hf_llama"]
 
@@ -57,11 +48,13 @@ def test_a_transformer_in_teams_equals_plain_training(
     name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
+    if layout == "positions" and name.startswith("ViT"):
+        pytest.skip("its 17 positions cannot be divided, which test_teams refuses")
     monkeypatch.chdir(tmp_path)
     path = tmp_path / f"{name.lower()}.py"
     path.write_text(FILE.replace("{name}", name) if name in MODELS else (SAMPLES / f"{name}.py").read_text())
     arguments = ["--arg", "dropout=0.1", "--arg", "blocks=4"] if name == "gpt" else []
-    if layout == "all":  # whatever is the fastest on this machine
+    if layout != "teams":  # whatever is the fastest on this machine
         monkeypatch.setattr(Space, "choices", lambda self, _: tuple(o for o in self.replicated if o.replicas == 2))
     done = CliRunner().invoke(
         autopipe, ["check", path.name, "--tensor-parallel", "2", *LAYOUTS[layout], *OPTIONS, *arguments]
@@ -72,6 +65,7 @@ def test_a_transformer_in_teams_equals_plain_training(
     assert report["max_relative_error"] < 1e-5
     plan = json.loads(Path(".autopipe/plan.json").read_text())
     assert plan["team"] == 2
+    assert plan["workload"].get("sequence", False) == (layout == "positions")
     assert {len(stage["ranks"]) for stage in plan["stages"]} == {1 if layout == "teams" else 2}
     if name in MODELS:
         graph = artifact.load(Profile, Path(".autopipe/profile.json"), renew="").graph
