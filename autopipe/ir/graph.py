@@ -143,6 +143,9 @@ class Graph:
     complete: str = field(default="", metadata=OMIT_DEFAULT)
     # the shapes in the complete graph of the parameters and buffers of which the member has a part
     whole_shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata=OMIT_DEFAULT)
+    # of a member: the parameters that it has completely and reads with its part of a value, so that the team adds their
+    # gradients before a step
+    partial: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
     # along which a team can shard it; () if they were not looked for. They are derived: the digest leaves them out

@@ -29,8 +29,12 @@ class Capture:
     exact: bool | None = None  # whether verification found every bit equal; None if it did not run
     divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
     team: int = 1  # members that run it together; see ``trace.teams``
-    partial: tuple[str, ...] = ()  # parameters that every member has, and whose gradients are summed over them
     shards: Mapping[str, Shard] = field(default_factory=dict)  # what each member has of parameters, buffers, constants
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The parameters that every member has, and whose gradients are summed over them."""
+        return self.graph.partial
 
 
 def with_own_constants(capture: Capture, suffix: str) -> Capture:

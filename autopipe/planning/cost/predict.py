@@ -12,8 +12,10 @@ from autopipe.ir.messages import Edge, MessagePlan, message_bytes
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
+from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.timeline import Timeline
 from autopipe.planning.spilled.costs import spill_costs
+from autopipe.planning.teams import ring_seconds
 from autopipe.schedules import REGISTRY, Costs, EdgeCosts, StageCosts, lower, make, simulate
 from autopipe.schedules.costs import SpillCosts
 
@@ -31,7 +33,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
     """Return the costs for the simulator, from the plan's times."""
     graph = profile.graph
     copies = {(tie.parameter, copy) for tie in plan.ties for copy in tie.copies}
-    stages = []
+    partial, stages = {*graph.partial}, []
     for stage in plan.stages:
         owned = sum(graph.parameters[n].num_bytes({}) for n in stage.parameters if (n, stage.index) not in copies)
         link = cluster.link(stage.ranks[0], stage.ranks[-1])
@@ -42,6 +44,9 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks) / plan.sharing(stage)
         if plan.sharing(stage) > 1:  # the new weights are exchanged like the gradients, behind the step
             update += reduce_seconds
+        if cluster.within is not None:
+            own = sum(graph.parameters[name].num_bytes({}) for name in stage.parameters if name in partial)
+            update += ring_seconds(Exchange(SUM, own), cluster.within) if own else 0.0
         backward = pace * (stage.backward_seconds + stage.recompute_seconds)
         stages.append(
             StageCosts(

@@ -88,7 +88,6 @@ class _Localiser:
             module=module,
             evaluation=self._evaluation,
             team=self._size,
-            partial=tuple(name for axis in self._axes for name in axis.partial),
             shards=shards_of(self._axes),
         )
 
@@ -104,6 +103,7 @@ class _Localiser:
             parameters=local(whole.parameters),
             buffers=local(whole.buffers),
             complete=whole.model_digest,
+            partial=tuple(name for axis in self._axes for name in axis.partial),
             whole_shapes=tuple(
                 (name, spec.concrete({}))
                 for name, spec in (*whole.parameters.items(), *whole.buffers.items())

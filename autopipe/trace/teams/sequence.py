@@ -60,6 +60,7 @@ class _Divider:
         graph = dataclasses.replace(
             graph,
             nodes=tuple(self._nodes),
+            partial=tuple(dict.fromkeys((*graph.partial, *self._positions.partial))),
             symbols=tuple(
                 dataclasses.replace(symbol, multiple=self._size) if symbol.name in symbols else symbol
                 for symbol in graph.symbols
@@ -70,8 +71,7 @@ class _Divider:
         for node in module.graph.nodes:
             if node.name in described:
                 node.meta["node"] = described[node.name]
-        partial = tuple(dict.fromkeys((*self._of.partial, *self._positions.partial)))
-        return dataclasses.replace(self._of, graph=graph, module=module, evaluation=self._evaluation, partial=partial)
+        return dataclasses.replace(self._of, graph=graph, module=module, evaluation=self._evaluation)
 
     def _copy(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):
