@@ -28,7 +28,6 @@ from support.pipedream_cases import GOLDEN  # noqa: E402
 from autopipe.planning.pipedream.file_format import read_pipedream  # noqa: E402
 from autopipe.planning.pipedream.model import LayerPlan, Machine, plan_layers  # noqa: E402
 from autopipe.planning.search import bottleneck, solver  # noqa: E402 - the paths must be set first
-
 from benchmarks.published.pipedream import table  # noqa: E402
 
 

@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+
 import numpy as np
 
 from autopipe.errors import InternalError, PlanError

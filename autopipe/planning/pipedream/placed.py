@@ -94,7 +94,7 @@ class PlacedSearch:
                 return math.inf, []
             ends = f[:, n - 1, 1 if limit == math.inf else G :]
             best = float(ends.min())
-            if best < math.inf or T >= known or T > MOST_T * low:
+            if best < math.inf or known <= T or MOST_T * low < T:
                 break
             T *= 1.25
         if best == math.inf:
@@ -117,7 +117,9 @@ class PlacedSearch:
                 continue
             if steps[0] > steps[1]:
                 return False
-            ends = np.arange(i + 1, n) if states.chain else states.supersets[states.pointers[i] : states.pointers[i + 1]]
+            ends = (
+                np.arange(i + 1, n) if states.chain else states.supersets[states.pointers[i] : states.pointers[i + 1]]
+            )
             c = C[ends] - C[i]
             least = np.maximum(1, np.ceil(c / T - 1e-9)).astype(np.int64)
             # by (start, end): the replicas to try, at most as many as leave ``g`` ranks for the stages behind
