@@ -157,7 +157,7 @@ class FlatSearch:
         return r
 
     def _within_limit(self, block: _Block, start: int, stop: int, r: Array, d: Array, T: float, G: int) -> Array:
-        """Return r, raised where a device would hold more than the limit: more replicas hold less, but may cost more."""
+        """Return r, raised where a device would hold too much. More replicas hold less each, but may cost more."""
         size, c, k = block.size[start:stop], block.c[start:stop], block.k[start:stop]
         which = np.flatnonzero((-(-d // r) * size > self.limit) & (r + d <= G))
         if len(which):

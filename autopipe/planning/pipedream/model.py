@@ -21,7 +21,7 @@ import numpy as np
 from autopipe.errors import InternalError, PlanError
 from autopipe.planning.pipedream.file_format import LayerGraph
 from autopipe.planning.pipedream.flat import FlatSearch, Stages
-from autopipe.planning.pipedream.nested import Level, NestedSearch, TooManySteps, stages_of
+from autopipe.planning.pipedream.nested import Level, NestedSearch, TooManyStepsError, stages_of
 from autopipe.planning.pipedream.placed import PlacedSearch
 from autopipe.planning.pipedream.states import Dag, States, seconds_between
 
@@ -242,7 +242,7 @@ class _Search:
                 ranks *= count
                 below = count
             W, back = Level(search, V, counts[-1], bandwidths[-1], below).heads()
-        except TooManySteps:
+        except TooManyStepsError:
             return None, False
         cost = float(W[-1, -1])
         if cost >= known:

@@ -35,7 +35,7 @@ from autopipe.planning.pipedream.flat import Stages
 Array = Any
 
 
-class TooManySteps(Exception):
+class TooManyStepsError(Exception):
     """The search would take more steps than allowed."""
 
 
@@ -51,18 +51,18 @@ class NestedSearch:
         self.limit, self.steps_left = limit, most_steps
 
     def take(self, steps: int) -> None:
-        """Count steps before they are taken. Raises: TooManySteps."""
+        """Count steps before they are taken. Raises: TooManyStepsError."""
         self.steps_left -= steps
         if self.steps_left < 0:
-            raise TooManySteps
+            raise TooManyStepsError
 
 
 class Level:
     """The stages of one level of links.
 
-    ``V``: by pair of states, infinite if they are not nested. ``M``: the groups. ``B``: bytes per second. ``below``: the
-    groups of the level below. Stages are computed for one state at a time, for all states at the other end and all
-    numbers of groups 1..M: shape (M, n).
+    ``V``: by pair of states, infinite if they are not nested. ``M``: the groups. ``B``: bytes per second. ``below``:
+    the groups of the level below. Stages are computed for one state at a time, for all states at the other end and
+    all numbers of groups 1..M: shape (M, n).
     """
 
     def __init__(self, search: NestedSearch, V: Array, M: int, B: float, below: int) -> None:

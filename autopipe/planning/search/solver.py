@@ -92,11 +92,10 @@ def _choose(condition: bool, one: Any, other: Any) -> Any:
 
 
 def _places(place: Array, rules: Rules, r: int, d: int) -> list[float]:
-    if rules[EQUAL] > 0:
-        values: list[float] = place[:, 0, 0].tolist()
-        return values
-    unit = int(rules[UNIT])
-    values = place[:, (int(rules[RANKS]) - d - r) // unit, r // unit].tolist()
+    unit, a, q = int(rules[UNIT]), 0, 0
+    if rules[EQUAL] == 0:
+        a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
+    values: list[float] = place[:, a, q].tolist()
     return values
 
 
@@ -137,8 +136,8 @@ def _stage(
 
 
 def _fitting(
-    entry: Callable[[int], Amount], compute: Amount, memory: float, rules: Rules, r: int, in_flight: float,
-    versions: float, where: Callable[..., Any],
+    entry: Callable[[int], Amount], compute: Amount, memory: float, rules: Rules, r: int, in_flight: Any,
+    versions: Any, where: Callable[..., Any],
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return (seconds with what runs again, mode) with the first mode that fits the memory, infinity if none does."""
     weights, fixed, kept, saved = entry(WEIGHTS), entry(STATE), entry(KEPT), entry(SAVED)
@@ -149,7 +148,7 @@ def _fitting(
         freed = where(freed > 0, freed, 0.0)
     seconds, mode = math.inf, NEVER
     if rules[MAY_RECOMPUTE] > 0:
-        fits = stage_peak(weights, versions, fixed - freed, kept, in_flight, saved, 1.0) <= memory
+        fits = stage_peak(weights, versions, fixed - freed, kept, in_flight, saved, 1) <= memory
         seconds, mode = where(fits, compute + entry(FORWARD), seconds), where(fits, STAGE, mode)
     if rules[MAY_BLOCK] > 0:
         crossing = entry(CROSSING)

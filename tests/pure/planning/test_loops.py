@@ -1,4 +1,4 @@
-"""The array operations of the planner return what plain loops return (``support.planner_loops``), for every hash seed."""
+"""The array operations of the planner return what the plain loops of ``support.planner_loops`` return."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ They are the recursions written out: one stage after the other, in plain loops o
 same values in array operations, and must return the same plans.
 """
 
-
-
 from __future__ import annotations
 
 import math
