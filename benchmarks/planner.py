@@ -1,6 +1,6 @@
 """Compare the planner with PipeDream's optimizer and with brute force, and time the search (``make bench-planner``).
 
-Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. PipeDream's cases are planned as a user does it:
+Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. PipeDream's cases are planned as users do it:
 each by the command line in a process of its own, from its start to its end.
 """
 
