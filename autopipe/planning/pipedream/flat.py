@@ -135,25 +135,23 @@ class FlatSearch:
 
     def _least_replicas(self, block: _Block, T: float, G: int) -> Array:
         """Return the least replicas with which each stage costs at most T, without regard to memory; or G + 1."""
-        c, k, x = block.c, block.k, block.x
-        r = np.ceil(x / (self.B * T) - 1e-12)
-        np.clip(r, 1.0, G + 1.0, out=r)
-        long = np.flatnonzero(c > T)
+        r = np.ones(len(block.c), np.int64)
+        which = np.flatnonzero((block.c > T) | (block.x > self.B * T))
         if self.straight:
-            r[long] = G + 1
-            return np.where(r > 1, G + 1, 1)
-        b, four = (c + k)[long], 4.0 * T * k[long]
-        root = np.ceil((b + np.sqrt(np.maximum(b * b - four, 0.0))) / (2.0 * T) - 1e-9)
-        r[long] = np.minimum(np.maximum(r[long], root), G + 1)
-        return self._raised(c, k, r, T, G, np.flatnonzero((c > T) | (r > 1))).astype(np.int64)
-
-    def _raised(self, c: Array, k: Array, r: Array, T: float, G: int, which: Array) -> Array:
-        """Return r, raised where a stage costs more than T with so many replicas, for the stages ``which``."""
-        while len(which):
-            q = r[which]
-            slow = ((c[which] + k[which] * (q - 1) / q) / q > T * _ROUNDING) & (q <= G)
-            which = which[slow]
-            r[which] += 1
+            r[which] = G + 1
+            return r
+        c, k = block.c[which], block.k[which]
+        b = c + k
+        root = np.ceil((b + np.sqrt(np.maximum(b * b - 4.0 * T * k, 0.0))) / (2.0 * T) - 1e-9)
+        least = np.maximum(np.where(c > T, root, 1.0), np.ceil(block.x[which] / (self.B * T) - 1e-12))
+        least = np.clip(least, 1.0, G + 1.0)
+        slow = np.flatnonzero((c + k * (least - 1) / least) / least > T * _ROUNDING)
+        while len(slow):
+            slow = slow[least[slow] <= G]
+            least[slow] += 1
+            q = least[slow]
+            slow = slow[(c[slow] + k[slow] * (q - 1) / q) / q > T * _ROUNDING]
+        r[which] = least
         return r
 
     def _within_limit(self, block: _Block, start: int, stop: int, r: Array, d: Array, T: float, G: int) -> Array:
