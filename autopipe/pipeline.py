@@ -142,11 +142,11 @@ class Pipeline:
         self, *, on_progress: Progress | None = None, **options: Unpack[table.SimulateOptions]
     ) -> SimulateResult:
         """Simulate the stored plan without running it, and write timeline.json."""
-        from autopipe.commands import steps
+        from autopipe.commands.planning import simulating
 
         given = values.parsed(options, _names(table.SimulateOptions))
         schedule = given.get("schedule")
-        return steps.simulate(
+        return simulating.simulate(
             given.get("work_dir") or self._work_dir(),
             None if schedule == "auto" else schedule,
             on_progress,

@@ -1,6 +1,7 @@
 """Compare the planner with PipeDream's optimizer and with brute force, and time the search (``make bench-planner``).
 
-Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. ``AUTOPIPE_NO_NUMBA=1`` runs without numba.
+Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. PipeDream's cases are planned as users do it:
+each by the command line in a process of its own, from its start to its end.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import csv
 import json
 import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.pipedream_cases import GOLDEN  # noqa: E402
 
-from autopipe.planning.pipedream.file_format import read_pipedream  # noqa: E402
-from autopipe.planning.pipedream.model import LayerPlan, Machine, plan_layers  # noqa: E402
 from autopipe.planning.search import bottleneck, solver  # noqa: E402 - the paths must be set first
-from autopipe.planning.search.compiled import HAVE_NUMBA  # noqa: E402
 from benchmarks.published.pipedream import table  # noqa: E402
 
 
@@ -42,49 +43,73 @@ def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, Any]:
     return best, result
 
 
-def golden(folder: Path) -> dict[str, Any]:
-    """Plan every case of PipeDream's table, print it next to PipeDream's result, and return the summary."""
+def command_of(row: dict[str, str], folder: Path, work: Path) -> list[str]:
+    """Return the command that plans a case, and write its cluster file. Cases without a memory limit get 1 TiB."""
+    memory = "16GB" if "-s 16e9" in row["optimizer_options"] else "1TiB"
+    lines = ['source = "datasheet"', "[device]", 'name = "V100"', f'memory = "{memory}"']
+    for level, (count, bandwidth) in enumerate(
+        zip(row["level_sizes"].split("x"), row["bandwidths_GBps"].split("/"), strict=True)
+    ):
+        lines += ["[[level]]", f'name = "level{level}"', f"count = {count}", f'bandwidth = "{bandwidth}GB/s"']
+        lines += ['latency = "0us"']
+    (work / "cluster.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replicas = "never" if "--straight_pipeline" in row["optimizer_options"] else "auto"
+    command = [sys.executable, "-m", "autopipe.cli", "plan", "--from-pipedream", str(folder / row["profile"])]
+    return [*command, "--cost-model", "pipedream", "--cluster", "cluster.toml", "--replicas", replicas, "--json"]
+
+
+def fresh(command: list[str], work: Path, repeats: int) -> tuple[float, float, dict[str, Any]]:
+    """Run a command several times; return the least wall seconds, the least CPU seconds, and its document."""
+    walls, processor, document = [], [], {}
+    for _ in range(repeats):
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=True)
+        walls.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        document = json.loads(done.stdout)
+    return min(walls), min(processor), document
+
+
+def golden(folder: Path, repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Plan every case of PipeDream's table in fresh processes; return the summary, and a table in Markdown."""
     with (folder / "golden.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-
-    def plan(row: dict[str, str]) -> LayerPlan:
-        counts = tuple(int(count) for count in row["level_sizes"].split("x"))
-        bandwidths = tuple(float(b) * 1e9 for b in row["bandwidths_GBps"].split("/"))
-        memory = 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0
-        straight = "--straight_pipeline" in row["optimizer_options"]
-        return plan_layers(
-            read_pipedream(folder / row["profile"]), Machine(counts, bandwidths, memory), straight=straight
-        )
-
-    for row in rows[:1] + [row for row in rows if "x" in row["level_sizes"]][:2]:
-        plan(row)  # compile
-    ratios, worse, lower, slowest = [], 0, 0, 0.0
-    print(f"{'case':28} {'cost s':>11} {'/ PipeDream':>11} {'/ prototype':>11} {'ms':>8} {'times faster':>12}  plan")
+    ratios, worse, lower, slowest = [], 0, 0, {1: 0.0, 2: 0.0, 3: 0.0}
+    most = dict(slowest)
+    lines = [
+        "| case | cost s | over PipeDream's | wall s | CPU s | PipeDream's CPU s | plan |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
-        seconds, layer_plan = timed(lambda row=row: plan(row))
+        with tempfile.TemporaryDirectory() as work:
+            wall, processor, document = fresh(command_of(row, folder, Path(work)), Path(work), repeats)
+        cost, levels = document["predicted"]["step_seconds"], len(row["level_sizes"].split("x"))
         theirs, before = float(row["pipedream_predicted_s"] or "nan"), float(row["prototype_cost_s"] or "nan")
-        faster = float(row["optimizer_cpu_s"] or "nan") / seconds
-        slowest = max(slowest, seconds)
-        worse += layer_plan.cost_seconds > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
-        lower += layer_plan.cost_seconds < theirs * 0.999
-        if faster == faster:
-            ratios.append(faster)
-        print(
-            f"{row['case']:28} {layer_plan.cost_seconds:11.7f} {layer_plan.cost_seconds / theirs:11.4f} "
-            f"{layer_plan.cost_seconds / before:11.4f} {seconds * 1e3:8.2f} {faster:12.0f}  "
-            f"{layer_plan.configuration} ({layer_plan.space})"
+        slowest[levels], most[levels] = max(slowest[levels], wall), max(most[levels], processor)
+        worse += cost > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
+        lower += cost < theirs * 0.999
+        if row["optimizer_cpu_s"]:
+            ratios.append(float(row["optimizer_cpu_s"]) / processor)
+        configuration = "-".join(str(stage["replicas"]) for stage in document["stages"])
+        ratio = "" if theirs != theirs else f"{cost / theirs:.4f}"
+        lines.append(
+            f"| {row['case']} | {cost:.7f} | {ratio} | {wall:.2f} | {processor:.2f} | {row['optimizer_cpu_s']} "
+            f"| {configuration} |"
         )
+        print(lines[-1], flush=True)
     summary = {
         "cases": len(rows),
-        "worse_than_pipedream_or_prototype": worse,
-        "lower_than_pipedream_by_0.1_percent": lower,
-        "median_times_faster": statistics.median(ratios),
-        "least_times_faster": min(ratios),
-        "share_at_least_50_times_faster": sum(x >= 50 for x in ratios) / len(ratios),
-        "slowest_seconds": slowest,
+        "worse than PipeDream or the prototype": worse,
+        "lower than PipeDream by 0.1 percent": lower,
+        "median of PipeDream's CPU seconds over ours": statistics.median(ratios),
+        "slowest wall seconds, one level of links": slowest[1],
+        "slowest wall seconds, several levels": max(slowest[2], slowest[3]),
+        "most CPU seconds, one level of links": most[1],
+        "most CPU seconds, several levels": max(most[2], most[3]),
     }
     print(summary, "\n")
-    return summary
+    return summary, lines
 
 
 def brute_force(cases: int) -> dict[str, int]:
@@ -137,20 +162,17 @@ def layers(
     rules[solver.VERSIONS] = 1 if flush else 2
     rules[[solver.MOST, solver.UNIT]] = ranks, 1
     place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)
-    return bottleneck.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
+    return bottleneck.Arrays(tables, place, rules.tolist(), np.arange(1, ranks + 1), 1.0)
 
 
 def scale() -> dict[str, float]:
     """Time the search from tables to stages."""
-    small = layers(12, 4, 8, flush=True)
-    bottleneck.flush(small), bottleneck.asynchronous(layers(12, 4, 8, flush=False))  # compile
     results = {}
-    kinds = [(500, 64), (500, 4096), (2000, 4096)] if HAVE_NUMBA else [(500, 64), (500, 4096)]
-    for count, ranks in kinds:
+    for count, ranks in [(500, 64), (500, 4096), (2000, 4096)]:
         case = layers(count, ranks, 2 * ranks, flush=False)
         seconds, _ = timed(lambda case=case: bottleneck.asynchronous(case))
         results[f"asynchronous {count} layers x {ranks}"] = seconds
-    for count, ranks, m in [(200, 64, 8), (200, 64, 64), (200, 64, 512), (500, 64, 64)] if HAVE_NUMBA else []:
+    for count, ranks, m in [(200, 64, 8), (200, 64, 64), (200, 64, 512), (500, 64, 64)]:
         case = layers(count, ranks, m, flush=True)
         seconds, _ = timed(lambda case=case: bottleneck.flush(case, 0.01), 1)
         results[f"flush {count} layers x {ranks}, m={m}, 1 %"] = seconds
@@ -165,8 +187,9 @@ def markdown(results: dict[str, Any]) -> str:
         "# The planner against PipeDream's optimizer, brute force and the clock",
         "",
         f"`make bench-planner`; {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"numba {'yes' if results['numba'] else 'no'}. CPU seconds of the process, so that other programs "
-        "matter little; PipeDream's are those recorded in the table of golden cases.",
+        f"Python {platform.python_version()}, numpy {np.__version__}. Load average of the machine: "
+        f"{results['load'][0]:.1f} at the start, {results['load'][1]:.1f} at the end; wall seconds are longer than on "
+        "an idle machine if it exceeds the number of cores. PipeDream's CPU seconds are those recorded in its table.",
         "",
     ]
     if "published" in results:
@@ -188,12 +211,14 @@ def markdown(results: dict[str, Any]) -> str:
     for title, name in (
         ("PipeDream's published profiles", "golden"),
         ("Mismatches with brute force", "brute_force"),
-        ("Seconds of the search", "scale"),
+        ("CPU seconds of the search", "scale"),
     ):
         if name in results:
             lines += [f"## {title}", "", "| | |", "|---|---|"]
             lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in results[name].items()]
             lines.append("")
+    if "cases" in results:
+        lines += ["## Every case, from the start of its process to its end", "", *results["cases"], ""]
     return "\n".join(lines)
 
 
@@ -203,18 +228,19 @@ def main() -> None:
     beside = GOLDEN if (GOLDEN / "golden.csv").exists() else None
     parser.add_argument("--golden", type=Path, default=beside, help="folder with golden.csv and PipeDream's profiles")
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3, help="processes for each case; the fastest counts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"numba: {'yes' if HAVE_NUMBA else 'no'}\n")
-    results: dict[str, Any] = {"numba": HAVE_NUMBA}
+    results: dict[str, Any] = {"load": [os.getloadavg()[0]]}
     if arguments.golden is not None:
         results["published"] = table(arguments.golden)
         print("\n".join(results["published"]), "\n")
-        results["golden"] = golden(arguments.golden)
+        results["golden"], results["cases"] = golden(arguments.golden, arguments.repeats)
     else:
         print("without --golden: the comparisons with PipeDream are left out\n")
     results["brute_force"] = brute_force(arguments.cases)
     results["scale"] = scale()
+    results["load"].append(os.getloadavg()[0])
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(markdown(results), encoding="utf-8")
     if arguments.json:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from autopipe.commands.settings import (
     MAX_SHAPES,
     WORK_DIRECTORY,
     ModelSettings,
-    OrderSettings,
     PlanSettings,
     ProfileSettings,
     Progress,
@@ -36,21 +34,16 @@ from autopipe.errors import ArtifactError, counted
 from autopipe.generate import generate as generate_stages
 from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
-from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import ASSUMED_HOSTS
-from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
-from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
-from autopipe.planning.reschedule import schedule_flags, with_schedule
 from autopipe.planning.teams import on_cluster
-from autopipe.report.perfetto import chrome_trace
-from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
-from autopipe.schedules import REGISTRY, render
+from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
+from autopipe.schedules import REGISTRY
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.hook import Minibatch
@@ -167,48 +160,6 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         evaluation.record(model, plan, settings, work)
         remember_stages(work.store.stages)
         return GenerateResult(plan, tuple(str(path) for path in files), tuple(work.notes))
-
-
-def simulate(
-    work_dir: Path = WORK_DIRECTORY,
-    schedule: str | None = None,
-    progress: Progress | None = None,
-    order: OrderSettings | None = None,
-    trace: Path | None = None,
-) -> SimulateResult:
-    """Simulate the stored plan, or the plan under another ``schedule``, and write timeline.json.
-
-    The peak memory of the stages follows from the simulated schedule. ``trace``: a file for Perfetto.
-    """
-    with only_one(work_dir, "simulates"):
-        store = Work.begin(work_dir, progress).store
-        plan, record = store.stored_plan()
-        profile = on_cluster(store.stored_profile(), record.cluster)
-        refuse_disagreement(plan, profile.graph)
-        requested = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
-        plan, notes = with_schedule(plan, request_of(requested))
-        order_of_work = schedule_of(plan)
-        timeline = timeline_of(plan, profile, record.cluster)
-        # this takes less time than the timeline, so the limit ``most`` is not needed
-        plan = with_peaks(plan, with_averages(profile, record.request), most=math.inf)
-        plan = dataclasses.replace(plan, predicted=predict(plan, profile, record.cluster))
-        used = bytes_by_rank(plan.stages)
-        timeline = dataclasses.replace(timeline, peak_bytes=tuple(used[rank] for rank in range(plan.num_ranks)))
-        artifact.save(timeline, store.timeline)
-        if trace is not None:
-            artifact.write_text(trace, chrome_trace(timeline))
-        return SimulateResult(
-            plan,
-            record.cluster,
-            timeline,
-            render(order_of_work),
-            str(store.timeline),
-            notes,
-            trace="" if trace is None else str(trace),
-            overlaps=any(order_of_work.staleness),
-            schedule_options="" if plan.digest == record.plan_digest else schedule_flags(plan, requested.order.file),
-            memory_shortfall=memory_shortfall(plan, record.cluster),
-        )
 
 
 def prepare(

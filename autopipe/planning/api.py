@@ -230,7 +230,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 def solve_problem(problem: Problem) -> Plan | None:
     """Return the best plan for one number of microbatches, or None if no plan fits the memory."""
     if problem.options.may_replicate:
-        from autopipe.planning.search.replicated import solve  # imports numba, which is slow
+        from autopipe.planning.search.replicated import solve
 
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)

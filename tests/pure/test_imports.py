@@ -8,6 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
+from support.pipedream_cases import TEXT
+from support.stored_profiles import stored_profile
+
+from autopipe.commands.planning.choose import choose_plan
+from autopipe.commands.store import Work
+from autopipe.ir import artifact
+from autopipe.planning.requests import PlanRequest
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 FOLDERS = "tests", "benchmarks", "docs"
@@ -217,15 +226,35 @@ def test_the_library_neither_prints_nor_exits():
     assert offenders([path for path in PRODUCT if part_of(path) != "cli"], forbidden_calls) == []
 
 
-def test_help_loads_none_of_the_heavy_packages():
-    # a separate process, since this one has imported them
+def loaded_by(words: list[str], names: tuple[str, ...], folder: Path = ROOT) -> str:
+    """Return which packages a command loads, and check that it succeeds. A process of its own: this one has them."""
     code = (
         "import sys\n"
+        f"sys.path[:0] = [{str(ROOT)!r}]\n"
         "from autopipe.cli.main import autopipe\n"
-        "try:\n    autopipe(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "print([name for name in ('torch', 'numpy', 'pandas', 'rich', 'numba') if name in sys.modules])\n"
+        f"try:\n    autopipe({words!r})\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"print([name for name in {names!r} if name in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=folder
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["doctor", "--help"]])
+def test_help_loads_none_of_the_heavy_packages(words):
+    assert loaded_by(words, ("torch", "numpy", "pandas", "rich")) == "[]"
+
+
+@pytest.mark.parametrize("cost_model", ["autopipe", "pipedream"])
+def test_a_plan_of_pipedreams_profile_loads_neither_torch_nor_pandas(cost_model, tmp_path):
+    (tmp_path / "graph.txt").write_text(TEXT)
+    words = ["plan", "--from-pipedream", "graph.txt", "--gpus", "2", "--cost-model", cost_model]
+    assert loaded_by(words, ("torch", "pandas"), tmp_path) == "[]"
+
+
+def test_a_simulation_loads_neither_torch_nor_pandas(tmp_path):
+    work, profile = Work.begin(tmp_path, None), stored_profile()
+    artifact.save(profile, work.store.profile)
+    choose_plan(profile, PlanRequest(gpus=2, link=1e10, gpu_memory_bytes=2**33), work, 16)
+    assert loaded_by(["simulate", "--work-dir", str(tmp_path)], ("torch", "pandas")) == "[]"

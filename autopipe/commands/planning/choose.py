@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.settings import PlanSettings, Progress
@@ -30,7 +31,9 @@ from autopipe.planning.spilled.offer import with_offer
 from autopipe.planning.teams import of_teams, on_cluster
 from autopipe.runtime.context import refuse_stale_ties
 from autopipe.schedules import REGISTRY, lines_of
-from autopipe.workload import Workload
+
+if TYPE_CHECKING:  # it imports torch
+    from autopipe.workload import Workload
 
 # a relative gain below this is not an improvement, because the figures of a profile are less exact
 LEAST_GAIN = 5e-4

@@ -1,8 +1,8 @@
 """The best plan for a profile in PipeDream's format under PipeDream's own cost formulas, for comparison.
 
 Every cut of the DAG is a candidate (``states``). One level of links is solved by parametric search
-(``kernels.solve_flat``). For several levels, contiguous and nested placement are tried, and the better is kept
-(``kernels.solve_contiguous``, ``nested``). Straight pipelines, with one device per stage, and data parallelism are
+(``flat``). For several levels, contiguous and nested placement are tried, and the better is kept (``placed``,
+``nested``). Straight pipelines, with one device per stage, and data parallelism are
 members of the space.
 
 Source: PipeDream (SOSP 2019), and its ``optimizer_graph_hierarchical.py`` for the formulas.
@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopipe.errors import InternalError, PlanError
 from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.kernels import solve_contiguous, solve_flat
-from autopipe.planning.pipedream.nested import dense_seconds, from_source, inner_values, walk
-from autopipe.planning.pipedream.states import Dag, Floats, States
+from autopipe.planning.pipedream.flat import FlatSearch, Stages
+from autopipe.planning.pipedream.nested import Level, NestedSearch, TooManyStepsError, stages_of
+from autopipe.planning.pipedream.placed import PlacedSearch
+from autopipe.planning.pipedream.states import Dag, States, seconds_between
 
 MOST_IDEALS = 20_000
 MOST_CELLS = 10_000_000  # ideals times layers
 MOST_PAIRS = 60_000_000  # of nested ideals: 240 MB
 MOST_PAIRS_TIMES_DEVICES = 2_500_000_000  # the time of a search grows with both
 LEAST_SECONDS = 1e-15
-
-Arrays = tuple[Any, Any, Any, Any, Any, Any]  # pointers, supersets, seconds, parameters, activations, crossing
 MOST_STATES_PLACED = 2_000
 MOST_STATES_NESTED = 2_500
-MOST_NESTED_STEPS = 20_000_000
+MOST_NESTED_STEPS = 1_000_000_000  # numbers computed
 MOST_PLACED_STEPS = 30_000_000  # with a memory limit, for plans that leave ranks unused
 
 
@@ -126,10 +125,6 @@ def _without_trivial_levels(machine: Machine) -> Machine:
     return Machine(tuple(c for c, _ in levels), tuple(b for _, b in levels), machine.memory_bytes)
 
 
-def _rows(stages: Any) -> list[tuple[int, int, int]]:
-    return [(int(row[0]), int(row[1]), int(row[3])) for row in stages]
-
-
 class _Search:
     """The search for one graph on one machine: its state spaces, and the solution of each."""
 
@@ -180,43 +175,35 @@ class _Search:
     def solve(self, states: States, known: float) -> LayerPlan | None:
         """Return the best plan over the states, with contiguous placement, if it is cheaper than ``known``."""
         machine = self.machine
-        arrays = (states.pointers, states.supersets, states.seconds, states.parameters, states.activations)
         if len(machine.counts) == 1:
-            cost, after, replicas = solve_flat(
-                *arrays, states.crossing, machine.bandwidths[0], machine.counts[0], self.limit, self.straight, known
-            )
-            if cost >= known:
-                return None
-            rows, i = [], 0
-            while i < states.count - 1:
-                rows.append((i, int(after[i]), int(replicas[i])))
-                i = int(after[i])
-            return self._plan(states, float(cost), rows, "")
-        cost, rows = self._contiguous((*arrays, states.crossing), known)
+            search = FlatSearch(states, machine.bandwidths[0], self.limit, self.straight)
+            cost, stages = search.solve(machine.counts[0], known)
+        else:
+            cost, stages = self._contiguous(states, known)
         if cost >= known:
             return None
-        return self._plan(states, cost, rows, "contiguous, ")
+        return self._plan(states, cost, stages, "contiguous, " if len(machine.counts) > 1 else "")
 
-    def _contiguous(self, arrays: Arrays, known: float) -> tuple[float, list[tuple[int, int, int]]]:
+    def _contiguous(self, states: States, known: float) -> tuple[float, Stages]:
         """Return the cost and stages of the best contiguous placement cheaper than ``known``, or infinity.
 
         With a memory limit, each number of ranks in use is a search of its own, the largest first: the memory of a
         stage grows with the ranks that are behind it. A single rank always fits, because none is behind it.
         """
-        machine, seconds = self.machine, float(arrays[2][-1])
-        widths = np.cumprod((1, *machine.counts)).astype(np.int64)
-        best: tuple[float, list[tuple[int, int, int]]] = (math.inf, [])
-        steps = np.zeros(2, np.int64)
+        machine, seconds = self.machine, float(states.seconds[-1])
+        widths = tuple(itertools.accumulate(machine.counts, operator.mul, initial=1))
+        best: tuple[float, Stages] = (math.inf, [])
+        steps = [0, 0]
 
-        def solve(ranks: int, limit: float, below: float, more: int) -> tuple[float, Any]:
+        def solve(ranks: int, limit: float, below: float, more: int) -> tuple[float, Stages]:
             steps[1] = steps[0] + more
-            bandwidths = np.array(machine.bandwidths)
-            return solve_contiguous(*arrays, widths, bandwidths, ranks, limit, self.straight, below, steps)
+            search = PlacedSearch(states, widths, machine.bandwidths, ranks, self.straight)
+            return search.solve(limit, below, steps)
 
         everything, enough = machine.num_devices, 2**62
         least, stages = solve(everything, math.inf, known, enough)
         if self.limit >= math.inf:
-            return float(least), _rows(stages)
+            return least, stages
         if least >= known:
             return best
         end = enough
@@ -224,11 +211,11 @@ class _Search:
             below = min(known, best[0], seconds * (1 + 1e-9))
             if below <= least * (1 + 1e-12) or (seconds / ranks >= below and best[1]):
                 break
-            cost, stages = solve(ranks, self.limit, below, enough if ranks in (everything, 1) else end - int(steps[0]))
+            cost, stages = solve(ranks, self.limit, below, enough if ranks in (everything, 1) else end - steps[0])
             if cost < below:
-                best = float(cost), _rows(stages)
+                best = cost, stages
             if ranks == everything:
-                end = int(steps[0]) + MOST_PLACED_STEPS
+                end = steps[0] + MOST_PLACED_STEPS
             elif steps[0] > end and best[1]:
                 break
         return best
@@ -241,30 +228,29 @@ class _Search:
 
     def nested(self, states: States, known: float) -> tuple[LayerPlan | None, bool]:
         """Return the best nested plan if it is cheaper than ``known``, and whether the limit of steps was enough."""
-        counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
+        counts, bandwidths = self.machine.counts, self.machine.bandwidths
         # a stable order: no state comes before one that it contains, even if rounding affects layers that take no time
         order = np.argsort(np.round(states.seconds / states.seconds[-1], 12), kind="stable")
         C, P, X = states.seconds[order], states.parameters[order], states.crossing[order]
-        Z: Floats = P + states.activations[order]
-        V: Floats = dense_seconds(states.pointers, states.supersets, states.seconds)[np.ix_(order, order)]
-        steps = np.array([0, MOST_NESTED_STEPS])
+        search = NestedSearch(C, P, X, P + states.activations[order], self.limit, MOST_NESTED_STEPS)
+        V = seconds_between(states)[np.ix_(order, order)]
         below, ranks = 1, 1
-        for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
-            groups = counts[-1] if level == len(counts) - 2 and known < math.inf else 0
-            V = inner_values(V, C, P, X, Z, count, bandwidth, below, ranks, groups, known, self.limit, steps)
-            ranks *= count
-            below = count
-        back = np.zeros((n, counts[-1] + 1, 2), np.int32)
-        W = from_source(V, C, P, X, Z, 0, counts[-1], bandwidths[-1], below, ranks, math.inf, self.limit, back, steps)
-        if steps[0] > steps[1]:
+        try:
+            for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
+                groups = counts[-1] if level == len(counts) - 2 and known < math.inf else 0
+                V = Level(search, V, count, bandwidth, below).pieces(ranks, groups, known)
+                ranks *= count
+                below = count
+            W, back = Level(search, V, counts[-1], bandwidths[-1], below).heads()
+        except TooManyStepsError:
             return None, False
-        cost = float(W[n - 1, counts[-1]])
+        cost = float(W[-1, -1])
         if cost >= known:
             return None, True
-        rows = [(int(order[i]), int(order[j]), int(groups)) for i, j, groups in walk(back, n, counts[-1])]
-        return self._plan(states, cost, rows, "nested (groups), "), True
+        stages = [(int(order[i]), int(order[j]), groups) for i, j, groups in stages_of(back, counts[-1])]
+        return self._plan(states, cost, stages, "nested (groups), "), True
 
-    def _plan(self, states: States, cost: float, rows: Sequence[tuple[int, ...]], how: str) -> LayerPlan:
+    def _plan(self, states: States, cost: float, rows: Stages, how: str) -> LayerPlan:
         order = self.orders[states.space]
         stages = []
         for i, j, replicas in rows:

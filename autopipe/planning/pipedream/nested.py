@@ -1,4 +1,4 @@
-"""The loops of PipeDream's nested placement, in which level k + 1 treats a group of level k as one device.
+"""PipeDream's nested placement, in which level k + 1 treats a group of level k as one device.
 
 V(i, j) is the best time of states i..j inside one group (the plain seconds at the lowest level), M the groups::
 
@@ -7,9 +7,10 @@ V(i, j) is the best time of states i..j inside one group (the plain seconds at t
     W_s(j, m)        = min(first(s, j, m), min over k, m' of max(W_s(k, m - m'), later(k, j, m')))
 
 and V of the next level is W_i(j, M). Contiguous placement cannot express all of these plans, and they cannot express
-all of its plans, so the better of both is kept. States are sorted by their seconds, which limits the cuts to try to a
-window. Of the last level only W_0 is needed, and of the level below only the pieces that can be part of a plan cheaper
-than ``known``. With two groups these are heads and tails, which one pass in each direction computes.
+all of its plans, so the better of both is kept. The minimum over k is a product of two matrices, with the larger
+instead of the product and the least instead of the sum, so it is computed for all s and j at once. Of the last level
+only W_0 is needed, and of the level below only the pieces that can be part of a plan cheaper than ``known``. With two
+groups these are heads and tails, which one pass in each direction computes.
 
 With a memory limit, a stage does not fit if a copy of its bytes for each minibatch in flight exceeds the limit::
 
@@ -23,204 +24,185 @@ Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 
-from autopipe.planning.search.compiled import compiled
+from autopipe.planning.pipedream.flat import Stages
 
-Array = Any  # numba infers the types of arrays in compiled code
-
-
-@compiled
-def dense_seconds(pointers: Array, supersets: Array, C: Array) -> Array:
-    """Return V of the lowest level for every pair of nested states, infinity for the others."""
-    n = len(C)
-    V = np.full((n, n), math.inf)
-    for i in range(n):
-        if len(pointers) == 0:
-            for j in range(i + 1, n):
-                V[i, j] = C[j] - C[i]
-        else:
-            for q in range(pointers[i], pointers[i + 1]):
-                V[i, supersets[q]] = C[supersets[q]] - C[i]
-    return V
+Array = Any
 
 
-@compiled
-def first_stage(V: Array, P: Array, s: int, j: int, m: int, B: float, n_prev: int) -> float:
-    """Return ``first`` by the formula of the module."""
-    seconds: float = (V[s, j] + 4.0 * (m - 1) * (P[j] - P[s]) / (B * m) / n_prev) / m
-    return seconds
+class TooManyStepsError(Exception):
+    """The search would take more steps than allowed."""
 
 
-@compiled
-def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) -> float:
-    """Return ``later`` by the formula of the module."""
-    cost: float = (V[k, j] + 4.0 * (m - 1) * (P[j] - P[k]) / (B * m)) / m
-    cost = max(cost, 2.0 * X[k] / (B * m))
-    if j < len(P) - 1:
-        cost = max(cost, 2.0 * X[j] / (B * m))
-    return cost
+class NestedSearch:
+    """The levels of one search, over states that are sorted by their seconds.
 
-
-@compiled
-def fits(size: float, behind: int, used: int, limit: float) -> bool:
-    """Return whether a stage of ``size`` bytes on ``used`` groups fits, with ``behind`` groups behind it."""
-    return (behind + used - 1) // used * size <= limit
-
-
-@compiled
-def last_below(C: Array, first: int, stop: int, limit: float) -> int:
-    """Return the last of the states first..stop-1, sorted by seconds, with less than ``limit``; or first - 1."""
-    while first < stop:
-        middle = (first + stop) // 2
-        if C[middle] < limit:
-            first = middle + 1
-        else:
-            stop = middle
-    return first - 1
-
-
-@compiled
-def from_source(
-    V: Array, C: Array, P: Array, X: Array, Z: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
-    limit: float, back: Array, steps: Array,
-) -> Array:  # fmt: skip
-    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left infinite. ``back``: (k, m').
-
-    A cut k is tried only if the plain seconds on both sides of it, divided by the ranks there (``ranks`` per group),
-    are below the best so far. ``steps``: the number of cuts tried, and its limit.
+    ``limit``: bytes of a device, or infinity. ``most_steps``: the numbers that may be computed.
     """
-    n = len(P)
-    W = np.full((n, M + 1), math.inf)
-    for j in range(s + 1, n):
-        if V[s, j] >= math.inf or V[s, j] >= bound * M:
-            continue
-        if steps[0] > steps[1]:
-            break
-        if fits(Z[j] - Z[s], M - 1, 1, limit):
-            W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
-        back[j, 1, 0], back[j, 1, 1] = s, 1
-        for m in range(2, M + 1):
-            best, cut, last = math.inf, s, m
-            if fits(Z[j] - Z[s], M - m, m, limit):
-                best = first_stage(V, P, s, j, m, B, n_prev)
-            if W[j - 1, m] < math.inf and back[j - 1, m, 0] > s:
-                # the cut of the state before is near the best one, and leaves few others to try
-                k, used = back[j - 1, m, 0], back[j - 1, m, 1]
-                if V[k, j] < math.inf and fits(Z[j] - Z[k], M - m, used, limit):
-                    total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
-                    if total < best:
-                        best, cut, last = total, k, used
-            for used in range(1, m):
-                roof = min(best, bound)
-                k = last_below(C, s + 1, j, C[s] + roof * ranks * (m - used))
-                steps[0] += 1
-                while k > s and C[j] - C[k] < roof * ranks * used:
-                    steps[0] += 1
-                    if V[k, j] < roof * used and W[k, m - used] < roof and fits(Z[j] - Z[k], M - m, used, limit):
-                        total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
-                        if total < best:
-                            best, cut, last = total, k, used
-                            roof = min(best, bound)
-                    k -= 1
-            W[j, m] = best
-            back[j, m, 0], back[j, m, 1] = cut, last
-    return W
+
+    def __init__(self, C: Array, P: Array, X: Array, Z: Array, limit: float, most_steps: int) -> None:
+        self.C, self.P, self.Z, self.n = C, P, Z, len(C)
+        self.X, self.sent = X, np.append(X[:-1], 0.0)  # nothing is sent at the end
+        self.limit, self.steps_left = limit, most_steps
+
+    def take(self, steps: int) -> None:
+        """Count steps before they are taken. Raises: TooManyStepsError."""
+        self.steps_left -= steps
+        if self.steps_left < 0:
+            raise TooManyStepsError
 
 
-@compiled
-def best_to_sink(
-    V: Array, C: Array, P: Array, X: Array, Z: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int,
-    first: bool, limit: float, steps: Array,
-) -> float:  # fmt: skip
-    """Return the best time of states k..end on m groups. S: of the stages behind a cut; ``first``: k is the source.
+class Level:
+    """The stages of one level of links.
 
-    Cuts and ``steps`` are as in ``from_source``.
+    ``V``: by pair of states, infinite if they are not nested. ``M``: the groups. ``B``: bytes per second. ``below``:
+    the groups of the level below. Stages are computed for one state at a time, for all states at the other end and
+    all numbers of groups 1..M: shape (M, n).
     """
-    end = len(P) - 1
-    best = first_stage(V, P, k, end, m, B, n_prev) if first else later_stage(V, P, X, k, end, m, B)
-    for used in range(1, m):
-        j = last_below(C, k + 1, end, C[k] + best * ranks * used)
-        steps[0] += 1
-        while j > k and C[end] - C[j] < best * ranks * (m - used):
-            steps[0] += 1
-            if V[k, j] < best * used and S[j, m - used] < best and fits(Z[j] - Z[k], m - used, used, limit):
-                head = first_stage(V, P, k, j, used, B, n_prev) if first else later_stage(V, P, X, k, j, used, B)
-                best = min(best, max(head, S[j, m - used]))
-            j -= 1
-    return best
 
+    def __init__(self, search: NestedSearch, V: Array, M: int, B: float, below: int) -> None:
+        self.search, self.V, self.M, self.B, self.below, self.n = search, V, M, B, below, search.n
+        self.m = np.arange(1, M + 1)[:, None]
 
-@compiled
-def to_sink(
-    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, limit: float,
-    steps: Array,
-) -> Array:  # fmt: skip
-    """Return W_s(end, M) for every s, in one backward pass in which all s share the later stages S(k, m)."""
-    n = len(P)
-    S = np.full((n, M + 1), math.inf)
-    result = np.full(n, math.inf)
-    for k in range(n - 2, -1, -1):
-        if V[k, n - 1] >= math.inf or steps[0] > steps[1]:
-            continue
-        S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
-        for m in range(2, M + 1):
-            S[k, m] = best_to_sink(V, C, P, X, Z, S, k, m, B, n_prev, ranks, False, limit, steps)
-        result[k] = best_to_sink(V, C, P, X, Z, S, k, M, B, n_prev, ranks, True, limit, steps)
-    return result
+    def first_from(self, s: int) -> Array:
+        """Return ``first`` of the stages that begin at s; infinite where they do not fit with the groups behind."""
+        reduce = 4.0 * (self.m - 1) * (self.search.P - self.search.P[s]) / (self.B * self.m) / self.below
+        seconds = (self.V[s] + reduce) / self.m
+        return self._fitting(seconds, self.M - self.m, self.m, self.search.Z - self.search.Z[s])
 
+    def later_from(self, k: int) -> Array:
+        """Return ``later`` of the stages that begin at k, without regard to memory."""
+        P, cut = self.search.P, np.maximum(self.search.X[k], self.search.sent)
+        return self._later(self.V[k], P - P[k], cut)
 
-@compiled
-def groups_for(seconds: float, group: float) -> int:
-    """Return the number of groups for these seconds if each group takes at most ``group``."""
-    return max(1, math.ceil(seconds / group - 1e-9))
+    def later_to(self, j: int) -> Array:
+        """Return ``later`` of the stages that end at j, without regard to memory."""
+        P, cut = self.search.P, np.maximum(self.search.X, self.search.sent[j])
+        return self._later(self.V[:, j], P[j] - P, cut)
 
+    def _later(self, seconds: Array, p: Array, cut: Array) -> Array:
+        shared = (seconds + 4.0 * (self.m - 1) * p / (self.B * self.m)) / self.m
+        return np.maximum(shared, 2.0 * cut / (self.B * self.m))
 
-@compiled
-def inner_values(
-    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, groups: int,
-    known: float, limit: float, steps: Array,
-) -> Array:  # fmt: skip
-    """Return V of the next level. ``groups``: the members of that level; ``known``: the cost of a plan.
+    def _fitting(self, seconds: Array, behind: Any, groups: Any, size: Array) -> Array:
+        """Return the seconds of stages of ``size`` bytes, infinite where they do not fit."""
+        if self.search.limit == math.inf:
+            return seconds
+        return np.where(-(-behind // groups) * size <= self.search.limit, seconds, math.inf)
 
-    Only pairs that a plan cheaper than ``known`` can use are computed; all of them if ``groups`` is 0.
-    """
-    n = len(P)
-    result = np.full((n, n), math.inf)
-    back = np.zeros((n, M + 1, 2), np.int32)
-    W = from_source(
-        V, C, P, X, Z, 0, M, B, n_prev, ranks, math.inf if groups == 0 else known * groups, limit, back, steps
-    )
-    result[0, :] = W[:, M]
-    tails = to_sink(V, C, P, X, Z, M, B, n_prev, ranks, limit, steps)
-    result[:, n - 1] = np.minimum(result[:, n - 1], tails)
-    if groups == 2:
-        return result
-    for s in range(1, n - 1):
-        bound = math.inf
-        if groups > 0:
-            # besides a middle piece, at least one group is for what is behind it, and enough for what is before it
-            left = groups - groups_for(C[s], known * ranks * M) - 1
-            if left < 1:
+    def heads(self) -> tuple[Array, Array]:
+        """Return W_0(j, m), shape (n, M + 1), and for each the state at which its last stage begins and its groups.
+
+        Of equally good cuts, that of the state before is kept, otherwise the latest of those with the fewest groups.
+        """
+        n, M, Z = self.n, self.M, self.search.Z
+        self.search.take(n * n * M * M // 4)
+        W = np.full((n, M + 1), math.inf)
+        back = np.zeros((n, M + 1, 2), np.int64)
+        whole = self.first_from(0)
+        for j in range(1, n):
+            if self.V[0, j] == math.inf:
                 continue
-            bound = known * left
-        if steps[0] > steps[1]:
-            break
-        W = from_source(V, C, P, X, Z, s, M, B, n_prev, ranks, bound, limit, back, steps)
-        result[s, s + 1 : n - 1] = W[s + 1 : n - 1, M]
-    return result
+            W[j, 1:] = whole[:, j]
+            back[j, 1:, 1] = self.m[:, 0]
+            if j == 1:
+                continue
+            later = self.later_to(j)[:, j - 1 : 0 : -1]  # from the latest cut to the earliest
+            before = W[j - 1 : 0 : -1].T
+            for m in range(2, M + 1):
+                groups = self.m[: m - 1]
+                last = self._fitting(later[: m - 1], M - m, groups, Z[j] - Z[j - 1 : 0 : -1])
+                totals = np.maximum(last, before[m - 1 : 0 : -1])
+                row, column = divmod(int(totals.argmin()), j - 1)
+                least = totals[row, column]
+                if least >= W[j, m]:
+                    continue
+                cut, used = (int(value) for value in back[j - 1, m])
+                same = cut > 0 and W[j - 1, m] < math.inf and totals[used - 1, j - 1 - cut] == least
+                W[j, m] = least
+                back[j, m] = (cut, used) if same else (j - 1 - column, row + 1)
+        return W, back
+
+    def tails(self) -> Array:
+        """Return W_s(end, M) for every s, in one backward pass in which all s share the stages behind the first."""
+        n, M, Z = self.n, self.M, self.search.Z
+        self.search.take(n * n * M * M // 4)
+        S = np.full((M + 1, n), math.inf)
+        result = np.full(n, math.inf)
+        for k in range(n - 2, -1, -1):
+            if self.V[k, -1] == math.inf:
+                continue
+            between, size = slice(k + 1, n - 1), Z[k + 1 : n - 1] - Z[k]
+            later, first = self.later_from(k), self.first_from(k)
+            S[1:, k] = later[:, -1]
+            for m in range(2, M + 1):
+                groups = self.m[: m - 1]
+                heads = self._fitting(later[: m - 1, between], m - groups, groups, size)
+                totals = np.maximum(heads, S[m - 1 : 0 : -1, between])
+                S[m, k] = min(S[m, k], totals.min(initial=math.inf))
+            totals = np.maximum(first[: M - 1, between], S[M - 1 : 0 : -1, between])
+            result[k] = min(first[M - 1, -1], totals.min(initial=math.inf))
+        return result
+
+    def middles(self, ranks: int, bound: Array) -> Array:
+        """Return W_s(j, M) for every pair s < j; values of ``bound[s]`` and more may be too large.
+
+        ``ranks``: in each group. No plan needs a row whose bound is 0. Without regard to bytes, a stage takes its plain
+        seconds divided by its ranks, which excludes pairs that are far apart.
+        """
+        n, M, C, Z = self.n, self.M, self.search.C, self.search.Z
+        rows = int(np.count_nonzero(bound > 0))  # the bounds do not increase
+        far = bound.max(initial=0.0) * ranks * (1 + 1e-9)
+        # for each cut, by groups: the first start before it, and the end of the ends behind it
+        low = [np.searchsorted(C, C - far * m, side="left") for m in range(1, M)]
+        high = [np.minimum(np.searchsorted(C, C + far * m, side="right"), n - 1) for m in range(1, M)]
+        cuts = np.arange(n)
+        widest = np.maximum(np.minimum(cuts, rows) - low[-1], 0) * np.maximum(high[-1] - cuts, 0) if M > 1 else cuts
+        self.search.take(int(widest.sum()) * M * (M - 1) // 2 + rows * n * M)
+        W = np.full((M + 1, rows, n), math.inf)
+        for s in range(1, rows):
+            W[1:, s] = self.first_from(s)
+        for k in range(2, n - 1):
+            later = self.later_from(k)
+            for m, used in itertools.combinations(range(M, 0, -1), 2):
+                start, stop = max(1, low[m - used - 1][k]), min(k, rows)
+                ends = slice(k + 1, high[used - 1][k])
+                if start < stop and ends.start < ends.stop:
+                    last = self._fitting(later[used - 1, ends], M - m, used, Z[ends] - Z[k])
+                    totals = np.maximum(W[m - used, start:stop, k, None], last)
+                    np.minimum(W[m, start:stop, ends], totals, out=W[m, start:stop, ends])
+        pieces = np.full((n, n), math.inf)
+        pieces[1:rows, : n - 1] = W[M, 1:, : n - 1]
+        return pieces
+
+    def pieces(self, ranks: int, groups: int, known: float) -> Array:
+        """Return V of the next level. ``ranks``: in each group. ``groups``: of the next level, 0 for all pairs.
+
+        Otherwise only pairs that a plan cheaper than ``known`` can use are computed.
+        """
+        bound = np.full(self.n, math.inf)
+        if groups:
+            # besides a middle piece, at least one group is for what is behind it, and enough for what is before it
+            before = np.maximum(1, np.ceil(self.search.C / (known * ranks * self.M) - 1e-9))
+            bound = known * np.maximum(groups - before - 1, 0)
+        result = self.middles(ranks, bound) if groups != 2 else np.full((self.n, self.n), math.inf)
+        W, _ = self.heads()
+        result[0] = W[:, self.M]
+        result[:, -1] = np.minimum(result[:, -1], self.tails())
+        return result
 
 
-@compiled
-def walk(back: Array, n: int, M: int) -> Array:
-    """Return the stages of ``from_source`` for 0..end on M groups, as rows (i, j, groups)."""
-    rows = np.zeros((n, 3), np.int64)
-    count, j, m = 0, n - 1, M
+def stages_of(back: Array, M: int) -> Stages:
+    """Return the stages of ``heads`` for all states on M groups."""
+    stages: Stages = []
+    j, m = len(back) - 1, M
     while j > 0:
-        k, used = back[j, m, 0], back[j, m, 1]
-        rows[count, 0], rows[count, 1], rows[count, 2] = k, j, used
-        count, j, m = count + 1, k, m - used
-    return rows[:count][::-1].copy()
+        k, used = (int(value) for value in back[j, m])
+        stages.append((k, j, used))
+        j, m = k, m - used
+    return stages[::-1]

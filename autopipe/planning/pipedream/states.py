@@ -154,16 +154,15 @@ class Dag:
 
     def lattice_states(self, order: Sequence[int], ideals: Sequence[int], most_pairs: int) -> States | None:
         """Return the ideals as states, with their nested pairs, or None if there are more than ``most_pairs``."""
-        from autopipe.planning.pipedream.kernels import nested_pairs
-
         n, words = self.count, (self.count + 63) // 64
         packed = b"".join(ideal.to_bytes(words * 8, "little") for ideal in ideals)
         bits = np.frombuffer(packed, dtype=np.uint8).reshape(len(ideals), -1)
         sizes = np.array([ideal.bit_count() for ideal in ideals])
         words_of = np.frombuffer(packed, dtype=np.uint64).reshape(len(ideals), words)
-        pointers, supersets = nested_pairs(words_of, sizes, most_pairs)
-        if pointers[-1] > most_pairs:
+        pairs = nested_pairs(words_of, sizes, most_pairs)
+        if pairs is None:
             return None
+        pointers, supersets = pairs
         inside = np.unpackbits(bits, axis=1, bitorder="little")[:, :n].astype(np.float64)
         graph = self.graph
         columns = np.array(
@@ -182,3 +181,39 @@ class Dag:
         crossing = (inside * leaves.T) @ columns[2]
         seconds, parameters, activations = (np.ascontiguousarray(sums[:, k]) for k in range(3))
         return States(pointers, supersets, seconds, parameters, activations, crossing, False, tuple(ideals), "lattice")
+
+
+def nested_pairs(
+    words: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], most: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+    """Return (pointers, supersets): for every state, the later ones that contain it; None if there are more than most.
+
+    ``words``: the states as bit sets of 64-bit words, by size.
+    """
+    n = len(sizes)
+    outside = np.ascontiguousarray(~words.T)
+    larger = np.searchsorted(sizes, sizes, side="right")  # two sets of one size do not contain one another
+    supersets, total = [], 0
+    for i in range(n):
+        start = larger[i]
+        inside = np.flatnonzero((outside[0, start:] & words[i, 0]) == 0) + start
+        for word in np.flatnonzero(words[i, 1:]) + 1:
+            inside = inside[(outside[word, inside] & words[i, word]) == 0]
+        supersets.append(inside.astype(np.int32))
+        total += len(inside)
+        if total > most:
+            return None
+    pointers = np.concatenate([[0], np.cumsum([len(inside) for inside in supersets])])
+    return pointers.astype(np.int64), np.concatenate(supersets)
+
+
+def seconds_between(states: States) -> Floats:
+    """Return the seconds of a stage for every pair of states, infinity for those that are not nested."""
+    n = states.count
+    if states.chain:
+        above = np.triu(np.ones((n, n), dtype=bool), k=1)
+        return np.where(above, states.seconds[None, :] - states.seconds[:, None], np.inf)
+    seconds = np.full((n, n), np.inf)
+    begins = np.repeat(np.arange(n), np.diff(states.pointers))
+    seconds[begins, states.supersets] = states.seconds[states.supersets] - states.seconds[begins]
+    return seconds

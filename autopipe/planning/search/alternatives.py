@@ -101,7 +101,7 @@ def data_parallel_plan(problem: Problem) -> Plan:
 
     Raises: PlanError with the bytes if the model does not fit a device.
     """
-    from autopipe.planning.search.replicated import arrays_of  # imports numba, which is slow
+    from autopipe.planning.search.replicated import arrays_of
 
     given, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
     ranks = min(given, m)

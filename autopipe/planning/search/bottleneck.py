@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopipe.planning.search import solver
-from autopipe.planning.search.compiled import HAVE_NUMBA
-from autopipe.planning.search.vectorized import least_ranks_by_rows
+from autopipe.planning.search.probes import least_ranks, least_sum
 
 Row = tuple[int, int, int, int]
 """A stage: atoms i..j-1 on r ranks, with d ranks behind it: (i, j, r, d)."""
@@ -31,11 +30,11 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class Arrays:
-    """The arguments of the solver's loops."""
+    """The arguments of the solver."""
 
     tables: tuple[Any, ...]  # arrays of shape (n + 1, n + 1), in the order of ``solver``
     place: Any  # the placement tables
-    rules: Any  # the vector of rules
+    rules: solver.Rules  # the list of rules
     replica_choices: Any  # the allowed numbers of replicas
     top_speed: float  # of the fastest rank
 
@@ -63,7 +62,7 @@ class Arrays:
         """Return (tau, recompute mode) of a stage."""
         i, j, r, d = row
         tau, mode = solver.stage(self.tables, self.place, self.rules, i, j, r, d)
-        return float(tau), solver.MODES[mode]
+        return tau, solver.MODES[mode]
 
 
 def objective(arrays: Arrays, rows: list[Row]) -> float:
@@ -143,7 +142,6 @@ class _FewestRanks:
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
         self.g = np.zeros(arrays.num_atoms + 1, dtype=np.int64)
-        self.run = solver.least_ranks if HAVE_NUMBA else least_ranks_by_rows
 
     def rows(self, T: float) -> list[Row] | None:
         """Return the stages with every tau <= T on the fewest ranks, or None if there are not enough ranks.
@@ -151,7 +149,7 @@ class _FewestRanks:
         Of several such plans, it is the one whose stages end earliest, whatever was probed before.
         """
         a, g = self.arrays, self.g
-        if self.run(a.tables, a.place, a.rules, T, g) > a.num_ranks:
+        if least_ranks(a.tables, a.place, a.rules, T, g) > a.num_ranks:
             return None
         rows, i = [], 0
         while i < a.num_atoms:
@@ -179,7 +177,7 @@ class _LeastSum:
     def rows(self, T: float) -> list[Row] | None:
         """Return the stages with the least sum of tau and every tau <= T. They use all ranks if ranks differ."""
         a = self.arrays
-        solver.least_sum(a.tables, a.place, a.rules, a.replica_choices, T, a.top_speed, self.h, self.choice)
+        least_sum(a.tables, a.place, a.rules, a.replica_choices, T, a.top_speed, self.h, self.choice)
         place = int(np.argmin(self.h[0])) if a.equal else -1
         d = place * self.unit if a.equal else a.num_ranks
         if self.h[0, place] >= math.inf:

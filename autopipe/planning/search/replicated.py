@@ -74,7 +74,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
             *_optimizer_state(problem, "block" in modes),
         ),
         place,
-        rules,
+        rules.tolist(),
         np.array(choices if options.may_replicate else [1], dtype=np.int64),
         max(cluster.device(rank).speed for rank in range(G)) * width,
     )

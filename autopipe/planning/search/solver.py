@@ -1,4 +1,4 @@
-"""The loops of the search with replicas, memory and recompute, compiled if numba is installed.
+"""The arithmetic of the search with replicas, memory and recompute.
 
 A stage is atoms i..j-1 on r ranks with d ranks behind it: the r ranks from a = G - d - r on. Its time per microbatch,
 and its share of the period::
@@ -22,28 +22,23 @@ Memory (``cost.memory.stage_peak``), in whole bytes::
 If the replicas divide the optimizer state, g' and g'' fall as r grows (``cost.memory.even_share``). Bounds of r by
 memory then use g' and g'' without any optimizer state (LEAST, LEAST_BLOCK), and ``stage`` decides.
 
-Two engines probe a bottleneck T; ``bottleneck`` chooses T:
-
-- ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind a
-  stage are never worse, so one number per cut is enough for every G: O(n^2) per T.
-- ``least_sum`` (any cluster, and every flush): the least sum of tau for atoms i.. on exactly d ranks with every
-  tau <= T: O(n^2 G R) per T, with R allowed numbers of replicas.
-
 Source: the planner of PipeDream (SOSP 2019) for the problem; the parametric form and the closed form of r are ours.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from autopipe.ir.plan import RECOMPUTE_MODES
 from autopipe.planning.cost.memory import even_share, stage_peak
-from autopipe.planning.search.compiled import compiled
 
-Array = Any  # numba infers the types of arrays in compiled code
+Array = Any
+Amount = Any  # a number, or an array of them
+Rules = Sequence[float]
 
 # indices in the tuple of tables; TIME and RING: t and k m of one replica, for equal devices and links only
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
@@ -61,12 +56,7 @@ MODES = RECOMPUTE_MODES
 NEVER, BLOCK, STAGE = range(3)
 
 
-peak_bytes: Any = compiled(stage_peak)
-optimizer_share: Any = compiled(even_share)
-
-
-@compiled
-def in_flight_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
+def in_flight_and_versions(rules: Rules, r: int, d: int) -> tuple[float, float]:
     """Return (microbatches in flight on a rank, weight versions). With VERSIONS 0, versions depend on the former."""
     m, width = rules[MICROBATCHES], rules[WIDTH]
     share = math.ceil(m / (r * width))
@@ -83,65 +73,96 @@ def in_flight_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
     return in_flight, versions
 
 
-@compiled
-def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
-    """Return (tau, index of the mode) of a stage, or (inf, 0) if it does not fit. All engines use this definition."""
-    a, q = 0, 0
+def stage(tables: Any, place: Array, rules: Rules, i: int, j: int, r: int, d: int) -> tuple[float, int]:
+    """Return (tau, index of the mode) of a stage, or (inf, 0) if it does not fit."""
+    tau, mode = _stage(lambda table: tables[table].item(i, j), i > 0, _places(place, rules, r, d), rules, r, d, _choose)
+    return tau, mode
+
+
+def stages(tables: Any, place: Array, rules: Rules, rows: slice, columns: slice, r: int, d: int) -> Array:
+    """Return tau of the stages that begin at the atoms ``rows`` and end at ``columns``; infinity if they do not fit."""
+    later: Any = True if rows.start else np.arange(rows.start, rows.stop)[:, None] > 0
+    where, at = _choose if rows.start else np.where, _places(place, rules, r, d)
+    tau, _ = _stage(lambda table: tables[table][rows, columns], later, at, rules, r, d, np.where, where)
+    return np.broadcast_to(tau, (rows.stop - rows.start, columns.stop - columns.start))
+
+
+def _choose(condition: bool, one: Any, other: Any) -> Any:
+    return one if condition else other
+
+
+def _places(place: Array, rules: Rules, r: int, d: int) -> list[float]:
+    unit, a, q = int(rules[UNIT]), 0, 0
     if rules[EQUAL] == 0:
-        unit = int(rules[UNIT])
         a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
-    m = rules[MICROBATCHES]
+    values: list[float] = place[:, a, q].tolist()
+    return values
+
+
+def _stage(
+    entry: Callable[[int], Amount], later: Any, place: list[float], rules: Rules, r: int, d: int,
+    where: Callable[..., Any], where_first: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return (tau, mode) of one stage, or of an array of them. All engines use this definition.
+
+    ``entry``: of a table. ``later``: whether it is not the first stage. ``where``: chooses by a condition, which is an
+    array if the entries are; ``where_first``: the same if the condition is ``later``.
+    """
+    where_first = where_first or where
+    m, width, memory = rules[MICROBATCHES], rules[WIDTH], place[MEMORY]
     in_flight, versions = in_flight_and_versions(rules, r, d)
-    if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
-        return math.inf, 0
-    weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
-    block_fixed = tables[BLOCK_STATE][i, j]
-    if rules[SHARE] > 0:
-        optimizer = tables[OPTIMIZER][i, j]
-        freed = max(optimizer - optimizer_share(optimizer, tables[LARGEST][i, j], r * int(rules[WIDTH])), 0.0)
-        fixed, block_fixed = fixed - freed, block_fixed - freed
-    memory = place[MEMORY, a, q]
-    seconds, mode = tables[COMPUTE][i, j], NEVER
-    if rules[MAY_KEEP] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, in_flight) <= memory:
-        mode = NEVER
-    elif (
-        rules[MAY_BLOCK] > 0
-        and peak_bytes(weights, versions, block_fixed, kept, in_flight, tables[CROSSING][i, j], in_flight) <= memory
-    ):
-        mode = BLOCK
-        seconds += tables[AGAIN][i, j]
-        if in_flight == 1:
-            seconds -= tables[LAST][i, j]
-    elif rules[MAY_RECOMPUTE] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, 1.0) <= memory:
-        mode = STAGE
-        seconds += tables[FORWARD][i, j]
-    else:
-        return math.inf, 0
-    speed = place[SPEED, a, q]
-    t = seconds / speed
-    tied = 0.0
-    if i > 0:
-        t += tables[RECEIVED][i, j] * place[IN_SECONDS, a, q] + place[IN_LATENCY, a, q]
-        tied = tables[TIED][i, j] * place[IN_SECONDS, a, q]
-    if d > 0:
-        t += tables[SENT][i, j] * place[OUT_SECONDS, a, q] + place[OUT_LATENCY, a, q]
-        if i == 0:
-            tied = tables[TIED][i, j] * place[OUT_SECONDS, a, q]
+    if rules[FLUSH] == 0 and (in_flight - 1) * r * width > (versions - 1) * m:
+        return math.inf, NEVER
+    seconds, mode = entry(COMPUTE), NEVER
+    if memory < math.inf or rules[MAY_KEEP] == 0:
+        seconds, mode = _fitting(entry, seconds, memory, rules, r, in_flight, versions, where)
+    sent = d > 0
+    t = seconds / place[SPEED]
+    if later is not False:
+        t = t + where_first(later, entry(RECEIVED) * place[IN_SECONDS] + place[IN_LATENCY], 0.0)
+    if sent:
+        t = t + (entry(SENT) * place[OUT_SECONDS] + place[OUT_LATENCY])
+    tied = entry(TIED) * where_first(later, place[IN_SECONDS], place[OUT_SECONDS] if sent else 0.0)
     reduce = 0.0
     if r > 1:
-        reduce += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
-        reduce += 2 * (r - 1) * place[RING_LATENCY, a, q]
-    width = rules[WIDTH]
+        reduce = 2 * (r - 1) / r * entry(GRADIENT) * place[RING_SECONDS]
+        reduce = reduce + 2 * (r - 1) * place[RING_LATENCY]
     if width > 1:
-        reduce += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
-        reduce += 2 * (width - 1) * rules[OUTER_LATENCY]
+        reduce = reduce + 2 * (width - 1) / width * entry(GRADIENT) * rules[OUTER_SECONDS]
+        reduce = reduce + 2 * (width - 1) * rules[OUTER_LATENCY]
     if rules[SHARE] > 0:
-        reduce *= 2  # the new weights are exchanged like the gradients
-    share = 2 * tied + reduce
-    return t / (r * width) + share / m, mode
+        reduce = reduce * 2  # the new weights are exchanged like the gradients
+    return t / (r * width) + (2 * tied + reduce) / m, mode
 
 
-@compiled
+def _fitting(
+    entry: Callable[[int], Amount], compute: Amount, memory: float, rules: Rules, r: int, in_flight: Any,
+    versions: Any, where: Callable[..., Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return (seconds with what runs again, mode) with the first mode that fits the memory, infinity if none does."""
+    weights, fixed, kept, saved = entry(WEIGHTS), entry(STATE), entry(KEPT), entry(SAVED)
+    freed: Any = 0.0
+    if rules[SHARE] > 0:
+        optimizer = entry(OPTIMIZER)
+        freed = optimizer - even_share(optimizer, entry(LARGEST), r * int(rules[WIDTH]))
+        freed = where(freed > 0, freed, 0.0)
+    seconds, mode = math.inf, NEVER
+    if rules[MAY_RECOMPUTE] > 0:
+        fits = stage_peak(weights, versions, fixed - freed, kept, in_flight, saved, 1) <= memory
+        seconds, mode = where(fits, compute + entry(FORWARD), seconds), where(fits, STAGE, mode)
+    if rules[MAY_BLOCK] > 0:
+        crossing = entry(CROSSING)
+        fits = stage_peak(weights, versions, entry(BLOCK_STATE) - freed, kept, in_flight, crossing, in_flight) <= memory
+        again = compute + entry(AGAIN)
+        if in_flight == 1:
+            again = again - entry(LAST)
+        seconds, mode = where(fits, again, seconds), where(fits, BLOCK, mode)
+    if rules[MAY_KEEP] > 0:
+        fits = stage_peak(weights, versions, fixed - freed, kept, in_flight, saved, in_flight) <= memory
+        seconds, mode = where(fits, compute, seconds), where(fits, NEVER, mode)
+    return seconds, mode
+
+
 def replicas_for_time(t: float, k: float, T: float) -> float:
     """Return a lower bound of r, the number of replicas of a stage, by time. Infinity: no number suffices.
 
@@ -154,8 +175,7 @@ def replicas_for_time(t: float, k: float, T: float) -> float:
     return math.ceil((t - k) / (T - k) - 1e-9)
 
 
-@compiled
-def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
+def replicas_for_memory(rules: Rules, d: int, free: float, each: float) -> float:
     """Return a lower bound of r, the number of replicas of a stage, by memory. Infinity: no number suffices.
 
     ``each``: the bytes of one microbatch in flight. ``free``: the bytes available for all of them on a rank.
@@ -181,9 +201,8 @@ def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float
     return min(by_share, by_depth) if rules[FLUSH] > 0 else by_depth
 
 
-@compiled
 def least_count(
-    rules: Array, d: int, most: int, T: float, memory: float,
+    rules: Rules, d: int, most: int, T: float, memory: float,
     t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
     block_more: float, block_state: float, crossing: float,
 ) -> float:  # fmt: skip
@@ -216,24 +235,27 @@ def least_count(
     return r if r <= most else math.inf
 
 
-@compiled
-def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
+def least_replicas(tables: Any, place: Array, rules: Rules, i: int, j: int, d: int, most: int, T: float) -> int:
     """Return the fewest replicas, at most ``most``, with which a stage takes tau <= T; ``most`` + 1 if none suffices.
 
     All devices and links must be equal.
     """
-    t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
-    more = tables[FORWARD][i, j] / place[SPEED, 0, 0]
+    speed, memory, ring_latency = (place.item(row, 0, 0) for row in (SPEED, MEMORY, RING_LATENCY))
+
+    def entry(table: int) -> float:
+        value: float = tables[table].item(i, j)
+        return value
+
+    t, k = entry(TIME), entry(RING) / rules[MICROBATCHES]
     least = least_count(
-        rules, d, most, T, place[MEMORY, 0, 0],
-        t, k, more, tables[WEIGHTS][i, j], tables[LEAST][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
-        (tables[AGAIN][i, j] - tables[LAST][i, j]) / place[SPEED, 0, 0], tables[LEAST_BLOCK][i, j],
-        tables[CROSSING][i, j],
+        rules, d, most, T, memory,
+        t, k, entry(FORWARD) / speed, entry(WEIGHTS), entry(LEAST), entry(KEPT), entry(SAVED),
+        (entry(AGAIN) - entry(LAST)) / speed, entry(LEAST_BLOCK), entry(CROSSING),
     )  # fmt: skip
     if least > most:
         return most + 1
     r = int(least)
-    slope = (2 + 2 * rules[SHARE]) * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
+    slope = (2 + 2 * rules[SHARE]) * ring_latency / rules[MICROBATCHES]
     while r <= most:
         tau, mode = stage(tables, place, rules, i, j, r, d)
         if tau <= T and tau < math.inf:
@@ -243,96 +265,3 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
             return most + 1
         r += 1
     return most + 1
-
-
-@compiled
-def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> int:
-    """Set g[i] to the fewest ranks for atoms i.. with every tau <= T; return g[0].
-
-    The closed form gives a lower bound for every end j. The end with the least bound is evaluated exactly first, then
-    only those whose bound is still lower than the best count. Nearly all of these do not fit, which ``least_count``
-    determines from the entries of one row: passing the tables would take several times as long as the check.
-    """
-    n, G, cap = len(g) - 1, int(rules[RANKS]), int(rules[MOST])
-    memory, speed = place[MEMORY, 0, 0], place[SPEED, 0, 0]
-    budget = T * speed * (1 + 1e-9)
-    bounds = np.empty(n + 1)
-    g[n] = 0
-    for i in range(n - 1, -1, -1):
-        seconds, time, ring, forward = tables[COMPUTE][i], tables[TIME][i], tables[RING][i], tables[FORWARD][i]
-        weights, state, kept, saved = tables[WEIGHTS][i], tables[LEAST][i], tables[KEPT][i], tables[SAVED][i]
-        block_state, crossing = tables[LEAST_BLOCK][i], tables[CROSSING][i]
-        units, last_unit = tables[AGAIN][i], tables[LAST][i]
-        lowest, first, known = G, 0, i
-        best = G + 1
-        for again in range(2):
-            for j in range(i + 1, n + 1):
-                d = g[j]
-                # seconds are not additive, because of input-only nodes, but they never decrease as j grows
-                if seconds[j] > budget * min(cap, lowest if again == 0 else best - 1):
-                    break
-                if j > known:
-                    known, count, t, k = j, 1.0, time[j], ring[j] / rules[MICROBATCHES]
-                    if t > T:
-                        count = (t - k) / (T - k) - 1e-9 if k < T else math.inf
-                    bounds[j] = count + d
-                if again == 0:
-                    if bounds[j] <= lowest - (first > 0):
-                        lowest, first = math.ceil(bounds[j]), j
-                elif bounds[j] <= best - 1 and d + 1 < best:
-                    most, k = min(best - 1 - d, cap), ring[j] / rules[MICROBATCHES]
-                    least = least_count(
-                        rules, d, most, T, memory,
-                        time[j], k, forward[j] / speed, weights[j], state[j], kept[j], saved[j],
-                        (units[j] - last_unit[j]) / speed, block_state[j], crossing[j],
-                    )  # fmt: skip
-                    if least <= most:
-                        r = least_replicas(tables, place, rules, i, j, d, most, T)
-                        best = d + r if r <= most else best
-            if again == 0 and first > 0:
-                d, most = g[first], min(G - g[first], cap)
-                r = least_replicas(tables, place, rules, i, first, d, most, T)
-                best = d + r if r <= most else best
-        g[i] = best
-    return int(g[0])
-
-
-@compiled
-def least_sum(
-    tables: Any, place: Array, rules: Array, replica_choices: Array, T: float, top_speed: float,
-    h: Array, choice: Array,
-) -> None:  # fmt: skip
-    """Set h[i, d] to the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] to (j, r).
-
-    Both are indexed by d in units, of which all ``replica_choices`` are multiples. Only (i, d) that can be part of a
-    plan are computed: d ranks must suffice for the atoms from i on within T, and the other ranks for those before. If
-    devices and links are equal, only the memory depends on d.
-    """
-    n, G, unit = h.shape[0] - 1, int(rules[RANKS]), int(rules[UNIT])
-    seconds = tables[COMPUTE]
-    h[:] = math.inf
-    h[n, 0] = 0.0
-    for i in range(n - 1, -1, -1):
-        before = math.ceil(seconds[0, i] / (T * top_speed) - 1e-9) if i > 0 else 0
-        most = G - max(before, 1 if i > 0 else 0)
-        for r in replica_choices:
-            for j in range(i + 1, n + 1):
-                if seconds[i, j] > T * top_speed * r * (1 + 1e-9):
-                    break
-                first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
-                last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
-                tau, last_in_flight, size = math.inf, -1.0, r // unit
-                for behind in range(-(-first // unit), min(last, most - r) // unit + 1):
-                    d, here = behind * unit, behind + size
-                    if h[j, behind] >= h[i, here]:
-                        continue
-                    if rules[EQUAL] > 0:
-                        now, _ = in_flight_and_versions(rules, r, d)
-                        if now != last_in_flight or rules[VERSIONS] == 0:
-                            tau, _ = stage(tables, place, rules, i, j, r, d)
-                            last_in_flight = now
-                    else:
-                        tau, _ = stage(tables, place, rules, i, j, r, d)
-                    if tau <= T and tau + h[j, behind] < h[i, here]:
-                        h[i, here] = tau + h[j, behind]
-                        choice[i, here, 0], choice[i, here, 1] = j, r

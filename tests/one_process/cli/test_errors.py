@@ -73,11 +73,11 @@ def test_ctrl_c_at_any_time_has_exit_code_130():
     code = (
         "import os, signal\n"
         "from autopipe.cli import main\n"
-        "from autopipe.commands import steps\n"
+        "from autopipe.commands.planning import simulating\n"
         "def wait(*args, **more):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    signal.pause()\n"
-        "steps.simulate = wait\n"
+        "simulating.simulate = wait\n"
         "main.autopipe(['simulate'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)

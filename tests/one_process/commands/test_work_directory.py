@@ -13,7 +13,7 @@ from support.pipelines import BATCH, build, captured, plan_for
 from autopipe.commands import steps
 from autopipe.commands.checking.checking import write_run
 from autopipe.commands.locks import only_one
-from autopipe.commands.planning import scaling
+from autopipe.commands.planning import scaling, simulating
 from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
 from autopipe.errors import RunError
@@ -36,7 +36,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "plan": lambda work: steps.plan(plan(work)),
     "plan --sweep-gpus": lambda work: scaling.sweep_gpus(plan(work), (2, 4)),
     "generate": steps.generate,
-    "simulate": steps.simulate,
+    "simulate": simulating.simulate,
     "check": lambda work: runs.check(CheckSettings(plan(work))),
     "train": lambda work: runs.train(TrainSettings(plan(work)), ignore),
 }

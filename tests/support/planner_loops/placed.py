@@ -1,18 +1,10 @@
-"""The loops of PipeDream's cost model over states (ideals or prefixes), compiled if numba is installed.
+"""The searches over PipeDream's formulas with one kind of link, and with stages on ranks in order, as loops.
 
-A stage is the difference of states ``i`` and ``j``. ``C``, ``P`` and ``A`` are prefix sums of seconds, parameter bytes
-and activation bytes, ``X`` the bytes across a state's cut, ``r`` replicas, ``B`` the bandwidth, and ``d`` the devices
-behind the stage::
-
-    seconds = (C + 4 (r-1) P / (r B)) / r       all-reduce as PipeDream counts it (parameter server, both ways)
-    input   = 2 X_i / (B r)                     except for the first stage
-    output  = 2 X_j / (B r)                     except for the first and the last stage
-    cost    = max of the three;  memory: ceil(d / r) (A + P) <= limit
-
-Source: PipeDream (SOSP 2019) and its ``optimizer_graph_hierarchical.py``; the search is ours (parametric).
+They are the recursions written out: one stage after the other, in plain loops over numbers. The planner computes the
+same values in array operations, and must return the same plans.
 """
 
-# ruff: noqa: PLR0915, SIM300 - compiled loops are single functions over separate arrays; T is not a constant
+# ruff: noqa: SIM300 - one loop in the other; T is not a constant
 
 from __future__ import annotations
 
@@ -21,52 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.planning.search.compiled import compiled
-
-Array = Any  # numba infers the types of arrays in compiled code
+Array = Any
 
 
-@compiled
-def nested_pairs(words: Array, sizes: Array, most: int) -> tuple[Array, Array]:
-    """Return (pointers, supersets): for every state, the later ones that contain it, as bit sets of 64-bit words.
-
-    Supersets of a superset are not compared again. ``supersets`` is empty if there are more than ``most`` pairs;
-    ``pointers`` counts them in any case.
-    """
-    n = len(sizes)
-    above = np.zeros((n, (n + 63) // 64), np.uint64)
-    pointers = np.zeros(n + 1, np.int64)
-    one = np.uint64(1)
-    for i in range(n - 1, -1, -1):
-        for j in range(i + 1, n):
-            if above[i, j >> 6] >> np.uint64(j & 63) & one or sizes[j] == sizes[i]:
-                continue
-            inside = True
-            for w in range(words.shape[1]):
-                if words[i, w] & ~words[j, w]:
-                    inside = False
-                    break
-            if inside:
-                above[i, j >> 6] |= one << np.uint64(j & 63)
-                for w in range(j >> 6, above.shape[1]):
-                    above[i, w] |= above[j, w]
-        for j in range(i + 1, n):
-            if above[i, j >> 6] >> np.uint64(j & 63) & one:
-                pointers[i + 1] += 1
-    for i in range(n):
-        pointers[i + 1] += pointers[i]
-    supersets = np.empty(pointers[n] if pointers[n] <= most else 0, np.int32)
-    if pointers[n] <= most:
-        at = 0
-        for i in range(n):
-            for j in range(i + 1, n):
-                if above[i, j >> 6] >> np.uint64(j & 63) & one:
-                    supersets[at] = j
-                    at += 1
-    return pointers, supersets
-
-
-@compiled
 def replicas_needed(c: float, k: float, x: float, T: float, B: float) -> int:
     """Return the least r for which a stage costs at most T, by the closed form. ``x``: the larger of its two cuts.
 
@@ -83,7 +32,6 @@ def replicas_needed(c: float, k: float, x: float, T: float, B: float) -> int:
     return r
 
 
-@compiled
 def least_devices(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     T: float, B: float, G: int, limit: float, straight: bool, g: Array, after: Array, replicas: Array,
@@ -145,7 +93,6 @@ def least_devices(
     return int(g[0])
 
 
-@compiled
 def stage_cost(C: Array, P: Array, X: Array, i: int, j: int, r: int, B: float) -> float:
     """Return the cost of one stage by the formula of the module."""
     n = len(C)
@@ -157,7 +104,6 @@ def stage_cost(C: Array, P: Array, X: Array, i: int, j: int, r: int, B: float) -
     return cost
 
 
-@compiled
 def solve_flat(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     B: float, G: int, limit: float, straight: bool, known: float,
@@ -199,13 +145,11 @@ def solve_flat(
     return best_bottleneck, best_after, best_replicas
 
 
-@compiled
 def _spans(a: int, r: int, width: int) -> int:
     """Return the number of groups of ``width`` ranks that the ranks a..a+r-1 touch."""
     return (a + r - 1) // width - a // width + 1
 
 
-@compiled
 def _most_in_one(a: int, r: int, inner: int, outer: int) -> int:
     """Return the most groups of ``inner`` ranks that ranks a..a+r-1 touch in one group of ``outer`` ranks."""
     most = 0
@@ -215,7 +159,6 @@ def _most_in_one(a: int, r: int, inner: int, outer: int) -> int:
     return most
 
 
-@compiled
 def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, Array, Array, Array]:
     """Return, for ranks a..a+r-1: all-reduce seconds a byte, the level of the cuts before and behind, seconds a byte.
 
@@ -244,7 +187,6 @@ def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, A
     return reduce, before, behind, send
 
 
-@compiled
 def solve_contiguous(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     widths: Array, bandwidths: Array, G: int, limit: float, straight: bool, known: float, steps: Array,

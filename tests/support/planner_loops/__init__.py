@@ -1,0 +1,1 @@
+"""Searches of the planner as plain loops, to compare with."""
