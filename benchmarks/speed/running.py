@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,20 +65,26 @@ def execute(command: Sequence[str], folder: Path, **more: str) -> str:
             raise
         if process.returncode:
             errors.seek(0)
-            tail = "\n".join(errors.read().splitlines()[-200:])
+            tail = "\n".join(errors.read().splitlines()[-60:])
             raise SystemExit(f"exit code {process.returncode} of {' '.join(command)}\n{tail}")
     return out
 
 
-def prepare(folder: Path, target: Path, profile: Sequence[str], plans: dict[str, Sequence[str]]) -> dict[str, Path]:
-    """Profile a model once, plan it several times, and generate the stages. Return the work directory of each plan."""
+def prepare(
+    folder: Path, target: Path, profile: Sequence[str], plans: Mapping[str, Sequence[str]], bare: Sequence[str] = ()
+) -> dict[str, Path]:
+    """Profile a model once, and return a work directory for each name.
+
+    Those of ``plans`` have a plan with these options, and its stages; those of ``bare`` have the profile only, and the
+    first training adds the rest.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / "profiled"
     execute([AUTOPIPE, "profile", str(target), "--device", "cpu", "--work-dir", str(base), *profile], folder)
-    works = {}
+    works = {name: folder / name for name in (*plans, *bare)}
+    for work in works.values():
+        shutil.copytree(base, work)
     for name, words in plans.items():
-        works[name] = folder / name
-        shutil.copytree(base, works[name])
         execute([AUTOPIPE, "plan", "--work-dir", str(works[name]), *words], folder)
         execute([AUTOPIPE, "generate", "--work-dir", str(works[name])], folder)
     return works
@@ -92,10 +98,10 @@ def plan_of(work: Path) -> Plan:
 def train(work: Path, target: Path, words: Sequence[str], steps: int) -> Run:
     """Train by the command ``autopipe train`` from a prepared work directory.
 
-    ``words``: the options with which it was profiled and planned. Raises: SystemExit if training is not ready to start,
-    because a new plan would not be the one that the peers run.
+    ``words``: the options with which it was profiled and planned. Raises: SystemExit if the command plans again, because
+    a new plan would not be the one that the peers run.
     """
-    before = (work / "plan.json").read_text(encoding="utf-8")
+    before = _text(work / "plan.json")
     with tempfile.TemporaryDirectory(dir=work.parent) as place:
         folder = Path(place)
         run = folder / "run"
@@ -103,24 +109,30 @@ def train(work: Path, target: Path, words: Sequence[str], steps: int) -> Run:
         execute([*command, *words, "--steps", str(steps), "--no-check"], folder, **{FOLDER: str(folder)})
         lines = steps_of(run / "metrics.jsonl")
         ranks = readings(folder)
-    if (work / "plan.json").read_text(encoding="utf-8") != before:
+    if before and _text(work / "plan.json") != before:
         raise SystemExit(f"autopipe train planned again in {work}: the options of plan and train differ: {words}")
     return Run([line["seconds"] for line in lines], [line["loss"] for line in lines], ranks)
 
 
-def work_alike(spec: dict[str, Any], folder: Path) -> Run:
-    """Train by ``benchmarks.speed.worker``, which runs a peer or the plain loop; see there for ``spec``."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        command = [sys.executable, "-m", "benchmarks.speed.worker", json.dumps({**spec, "folder": place})]
-        execute(command, Path(place), **{FOLDER: place})
-        answer = json.loads((Path(place) / "answer.json").read_text(encoding="utf-8"))
-        return Run(answer["ends"], answer["losses"], readings(Path(place)))
+def train_peers(specs: Sequence[dict[str, Any]], folder: Path) -> list[Run]:
+    """Train in turn by ``benchmarks.speed.worker``, which runs peers and the plain loop; see there for ``specs``."""
+    with tempfile.TemporaryDirectory(dir=folder) as text:
+        places = [Path(text) / str(index) for index in range(len(specs))]
+        for place in places:
+            place.mkdir()
+        given = [{**spec, "folder": str(place)} for spec, place in zip(specs, places, strict=True)]
+        execute([sys.executable, "-m", "benchmarks.speed.worker", json.dumps(given)], Path(text))
+        answers = [json.loads((place / "answer.json").read_text(encoding="utf-8")) for place in places]
+        return [Run(a["ends"], a["losses"], readings(place)) for a, place in zip(answers, places, strict=True)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def steps_of(metrics: Path) -> list[dict[str, float]]:
     """Return the lines of complete steps of a run."""
-    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = [json.loads(line) for line in _text(metrics).splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if "loss" in line]
 
 
@@ -153,7 +165,7 @@ def first_step(command: Sequence[str], folder: Path, metrics: Path) -> tuple[flo
             start_new_session=True,
         )
         try:
-            while not metrics.exists() or not steps_of(metrics):
+            while not steps_of(metrics):
                 if process.poll() is not None or time.perf_counter() - begin > LIMIT_SECONDS:
                     errors.seek(0)
                     raise SystemExit(f"no step of {' '.join(command)}\n{errors.read()[-2000:]}")

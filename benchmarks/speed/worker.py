@@ -1,8 +1,9 @@
 """The peers: ``torch.distributed.pipelining`` on the stages that autopipe generated, and the plain loop.
 
-``python -m benchmarks.speed.worker SPEC``, where SPEC is JSON: ``system`` (plain, gpipe, 1f1b or interleaved), ``work``
-(a work directory with a plan and its stage files), ``steps``, and ``folder`` for the answer. Ranks are processes forked
-from one that has imported torch, as autopipe's are, with one thread each, over gloo on the loopback interface.
+``python -m benchmarks.speed.worker SPECS``, where SPECS is a JSON list of trainings of one model, run in turn:
+``system`` (plain, gpipe, 1f1b or interleaved), ``work`` (a work directory with a plan and its stage files), ``steps``,
+and ``folder`` for the answer. Ranks are processes forked from one that has imported torch and the model, as autopipe's
+are, with one thread each, over gloo on the loopback interface.
 
 Each rank runs the same generated stages, initial weights, minibatches, microbatches and optimizer as autopipe's ranks.
 A value for a later stage than the next travels through the stages between, because a peer's stage sends to the next
@@ -15,9 +16,10 @@ import datetime
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from autopipe.ir.plan import Plan
 from autopipe.stage import Stage
 from autopipe.verify.plain import PlainSettings, plain_training
 from autopipe.workload import Workload
+from benchmarks.speed.meter import FOLDER
 from benchmarks.speed.running import plan_of
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -83,9 +86,7 @@ def rank_main(rank: int, spec: dict[str, Any]) -> None:
     stages = [load_stage(work / "stages", index, **digests).adopt(model, constants) for index in own]
     for stage in stages:
         stage.train()
-    parts = [
-        PipelineStage(Relay(stage, plan), stage.INDEX, len(plan.stages), torch.device("cpu")) for stage in stages
-    ]
+    parts = [PipelineStage(Relay(stage, plan), stage.INDEX, len(plan.stages), torch.device("cpu")) for stage in stages]
     schedule = _schedule(spec["system"], parts, plan.num_microbatches)
     parameters = {name: tensor for stage in stages for name, tensor in stage.named_parameters()}
     optimizer = workload.optimizer(list(parameters.items()))
@@ -110,7 +111,7 @@ def rank_main(rank: int, spec: dict[str, Any]) -> None:
         ends.append(time.perf_counter())
     dist.barrier()
     dist.destroy_process_group()
-    (folder / f"answer_{rank}.json").write_text(json.dumps({"ends": ends, "losses": losses}), encoding="utf-8")
+    _answer(rank, spec, ends, losses)
 
 
 def _schedule(system: str, parts: list[PipelineStage], num_microbatches: int) -> Any:
@@ -134,11 +135,12 @@ def _ties(plan: Plan, parameters: dict[str, nn.Parameter]) -> list[tuple[nn.Para
     return found
 
 
-def pipelined(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train in the processes of a peer. Raises: SystemExit if a rank fails."""
-    folder, count = Path(spec["folder"]), plan_of(Path(spec["work"])).num_ranks
+def in_processes(spec: dict[str, Any], main: Callable[[int, dict[str, Any]], None], count: int) -> dict[str, Any]:
+    """Train in forked processes. Raises: SystemExit if one fails."""
+    folder = Path(spec["folder"])
+    os.environ[FOLDER] = spec["folder"]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, spec), name=f"rank {rank}") for rank in range(count)]
+    ranks = [context.Process(target=main, args=(rank, spec), name=f"rank {rank}") for rank in range(count)]
     for process in ranks:
         process.start()
     while any(process.exitcode is None for process in ranks) and not any(process.exitcode for process in ranks):
@@ -148,13 +150,13 @@ def pipelined(spec: dict[str, Any]) -> dict[str, Any]:
         process.kill()
         process.join()
     if failed:
-        raise SystemExit(f"rank {failed[0]} of torch's {spec['system']} failed")
+        raise SystemExit(f"rank {failed[0]} of {spec['system']} failed")
     answers = [json.loads((folder / f"answer_{rank}.json").read_text(encoding="utf-8")) for rank in range(count)]
     ends = [max(moments) for moments in zip(*(answer["ends"] for answer in answers), strict=True)]
     return {"ends": ends, "losses": next(answer["losses"] for answer in answers if answer["losses"])}
 
 
-def plain(spec: dict[str, Any]) -> dict[str, Any]:
+def plain_main(rank: int, spec: dict[str, Any]) -> None:
     """Train by the plain loop, with the microbatches of the plan."""
     torch.set_num_threads(1)
     plan = plan_of(Path(spec["work"]))
@@ -167,14 +169,24 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
         PlainSettings(plan.num_microbatches, seed=plan.workload.seed, draws=False),
         on_step=lambda step, loss: ends.append(time.perf_counter()),
     )
-    return {"ends": ends, "losses": run.losses}
+    _answer(rank, spec, ends, run.losses)
+
+
+def _answer(rank: int, spec: dict[str, Any], ends: list[float], losses: list[float]) -> None:
+    path = Path(spec["folder"]) / f"answer_{rank}.json"
+    path.write_text(json.dumps({"ends": ends, "losses": losses}), encoding="utf-8")
 
 
 def main() -> None:
-    """Run what the argument describes, and write the answer."""
-    spec = json.loads(sys.argv[1])
-    answer = plain(spec) if spec["system"] == "plain" else pipelined(spec)
-    (Path(spec["folder"]) / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+    """Run what the argument describes, and write the answers."""
+    specs = json.loads(sys.argv[1])
+    Workload.from_spec(plan_of(Path(specs[0]["work"])).workload)  # imports the model file before ranks are forked
+    for spec in specs:
+        if spec["system"] == "plain":
+            answer = in_processes(spec, plain_main, 1)
+        else:
+            answer = in_processes(spec, rank_main, plan_of(Path(spec["work"])).num_ranks)
+        (Path(spec["folder"]) / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

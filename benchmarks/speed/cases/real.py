@@ -1,0 +1,84 @@
+"""(a) Real compute on two ranks of one thread: autopipe, torch's schedules on the same cut, and the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.speed.case import Options, pipeline_words
+from benchmarks.speed.running import SAMPLES, Run, plan_of, prepare, same_losses, train, train_peers
+from benchmarks.speed.spread import Spread, ratios, step_times, verdict
+
+TOLERANCE = 1e-3  # of a loss after some steps: torch adds the gradients of a minibatch in another order
+MICROBATCHES = 8
+SIZES = {"gpt": (64, 8), "resnet": (128, 20), "hf_llama": (32, 10)}  # minibatch, steps
+OURS = ("1f1b", "auto", "interleaved")
+# system -> the plan whose stages it runs
+THEIRS = {"plain": "1f1b", "gpipe": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved"}
+# ours, theirs, bar
+COMPARED = (
+    ("1f1b", "1f1b", 1.05),
+    ("auto", "1f1b", 1.05),
+    ("auto", "gpipe", 0.0),
+    ("interleaved", "interleaved", 0.0),
+    ("auto", "plain", 0.0),
+)
+NAMES = {"plain": "plain loop", "gpipe": "torch GPipe", "1f1b": "torch 1F1B", "interleaved": "torch Interleaved1F1B"}
+
+
+class Real:
+    """The case."""
+
+    title = "(a) Real compute, two ranks of one thread"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.works: dict[str, dict[str, Path]] = {}
+        self.times: dict[tuple[str, str, str], list[float]] = {}  # model, "autopipe" or "other", system
+        self.differences: dict[str, float] = {}
+
+    def round(self, number: int) -> None:
+        """Train every model under every system once."""
+        for model, (batch_size, steps) in SIZES.items():
+            words = [*pipeline_words(2, MICROBATCHES, batch_size)]
+            sizes = ["--microbatch-sizes", str(batch_size // MICROBATCHES)]
+            target = SAMPLES / f"{model}.py"
+            if model not in self.works:
+                plans = {name: [*words, "--schedule", name] for name in set(THEIRS.values())}
+                self.works[model] = prepare(self.options.folder / model, target, sizes, plans, ["auto"])
+            works, count = self.works[model], self.options.steps(steps, 5)
+            first: Run | None = None
+            for name in OURS:
+                run = train(works[name], target, [*words, *sizes, "--schedule", name], count)
+                first = first or run
+                self._add(model, "autopipe", name, run)
+            assert first is not None
+            specs = [{"system": name, "work": str(works[cut]), "steps": count} for name, cut in THEIRS.items()]
+            for name, run in zip(THEIRS, train_peers(specs, self.options.folder), strict=True):
+                difference = same_losses(run, first, TOLERANCE, f"{NAMES[name]} and autopipe on {model}")
+                self.differences[model] = max(difference, self.differences.get(model, 0.0))
+                self._add(model, "other", name, run)
+
+    def _add(self, model: str, side: str, name: str, run: Run) -> None:
+        self.times.setdefault((model, side, name), []).extend(step_times(run.ends))
+
+    def lines(self) -> list[str]:
+        """Return the table."""
+        lines = [
+            f"{MICROBATCHES} microbatches; minibatches of "
+            + ", ".join(f"{size} ({model})" for model, (size, _) in SIZES.items())
+            + ". torch runs the stage modules that autopipe generated for its plan of the same name, and adds the",
+            "gradients of the tied embedding of gpt itself. A ratio above 1 means that autopipe is faster.",
+            "",
+            "| model | autopipe | s a step | compared with | s a step | ratio (quartiles) | bar |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for model in self.works:
+            for ours, theirs, bar in COMPARED:
+                a, b = self.times[model, "autopipe", ours], self.times[model, "other", theirs]
+                ratio = ratios(b, a)
+                name = f"auto: {plan_of(self.works[model][ours]).schedule}" if ours == "auto" else ours
+                held = verdict(ratio.middle, bar, at_least=True) if bar else ""
+                cells = f"{Spread.of(a).middle:.4f} | {NAMES[theirs]} | {Spread.of(b).middle:.4f}"
+                lines.append(f"| {model} | {name} | {cells} | {ratio.text()} | {held} |")
+        worst = ", ".join(f"{value:.1e} ({model})" for model, value in self.differences.items())
+        return [*lines, "", f"Largest relative difference of a loss between autopipe and the others: {worst}."]
