@@ -98,8 +98,8 @@ def plan_of(work: Path) -> Plan:
 def train(work: Path, target: Path, words: Sequence[str], steps: int) -> Run:
     """Train by the command ``autopipe train`` from a prepared work directory.
 
-    ``words``: the options with which it was profiled and planned. Raises: SystemExit if the command plans again, because
-    a new plan would not be the one that the peers run.
+    ``words``: the options with which it was profiled and planned. Raises: SystemExit if the command plans again,
+    because a new plan would not be the one that the peers run.
     """
     before = _text(work / "plan.json")
     with tempfile.TemporaryDirectory(dir=work.parent) as place:

@@ -107,9 +107,9 @@ class Emulated:
         alone = statistics.median(self.alone)
         lines = [
             f"A stage sleeps {FORWARD * 1e3:g} ms forward and {2 * FORWARD * 1e3:g} ms backward; both together",
-            f"take {alone * 1e3:.2f} ms in a process alone. m = 4p microbatches. Unbalanced: one stage takes {SLOW} times",
-            "as long. The bound of a flushing schedule is the sum over the stages and (m - 1) times the slowest, which is",
-            "(m + p - 1) times one where they are equal; the steady bound of 2bw is m times the slowest.",
+            f"take {alone * 1e3:.2f} ms in a process alone. m = 4p microbatches. Unbalanced: one stage takes {SLOW}",
+            "times as long. The bound of a flushing schedule is the sum of the stages plus (m - 1) times the slowest,",
+            "which is (m + p - 1) times one where they are equal; the steady bound of 2bw is m times the slowest.",
             f"A message over gloo takes {self.link.latency * 1e6:.0f} us and {self.link.bandwidth / 1e9:.2f} GB/s;",
             "its size is chosen so that it takes the given part of a forward. The same figures are in the cluster file",
             "that `plan` reads. Profiled with `--threads-per-rank 2`, so that the wall clock counts.",

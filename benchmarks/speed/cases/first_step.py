@@ -31,7 +31,7 @@ class FirstStep:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.ranks = (2, 4) if options.quick else (2, 4, 8, 16)
+        self.ranks = (2,) if options.quick else (2, 4, 8, 16)
         self.rows: dict[tuple[str, int], list[tuple[float, float]]] = {}  # (what, ranks) -> wall, processor
 
     def round(self, number: int) -> None:
@@ -61,8 +61,8 @@ class FirstStep:
         base, base_processor = (Spread.of(column) for column in zip(*self.rows["import", 0], strict=True))
         lines = [
             f"`autopipe train {TARGET.name}`, 1f1b, 16 microbatches of 1. Processor time is that of all processes of",
-            f"the command. `import torch`, model file and `build_model()` in a fresh process: {base.text('.2f')} s wall,",
-            f"{base_processor.text('.2f')} s processor.",
+            "the command. `import torch`, the model file and `build_model()` in a fresh process:",
+            f"{base.text('.2f')} s wall, {base_processor.text('.2f')} s processor.",
             "",
             "| ranks | start | wall s (quartiles) | over import and build | processor s (quartiles) | bar |",
             "|---|---|---|---|---|---|",

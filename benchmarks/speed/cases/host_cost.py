@@ -60,7 +60,8 @@ class HostCost:
         instructions, messages = p * (2 * m + 1), 2 * m * (p - 1)
         lines = [
             f"{p} ranks, {m} microbatches: {instructions} instructions (forward, backward, step) and {messages}",
-            "messages (activations and gradients) a step. User and system time of all rank processes, without their start.",
+            "messages (activations and gradients) a step. User and system time of all rank processes, not of their",
+            "start.",
             "",
             "| system | processor us a microbatch (quartiles) | us an instruction | us a message | wall ms a step |",
             "|---|---|---|---|---|",

@@ -99,8 +99,8 @@ class Planner:
         plain = plain_install()
         lines = [
             "Wall seconds of `autopipe plan --from-pipedream FILE --cluster FILE`, from its start to its end. The bars",
-            f"are for the plain install, which is {plain}. The first command with numba took {self.first_use:.1f} s: it",
-            "compiles what it needs if no earlier command has stored it.",
+            f"are for the plain install, which is {plain}. The first command with numba took {self.first_use:.1f} s: ",
+            "it compiles what it needs if no earlier command has stored it.",
             "",
             "| profile | machine | " + " | ".join(f"{install}, s" for install in INSTALLS) + " | bar |",
             "|---|---|---|---|---|",
