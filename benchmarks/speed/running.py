@@ -141,11 +141,11 @@ def same_losses(ours: Run, theirs: Run, tolerance: float, what: str) -> float:
 
     Raises: SystemExit if it exceeds the tolerance: the two then do not do the same work.
     """
-    pairs = zip(ours.losses, theirs.losses, strict=False)
-    worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-    if not worst <= tolerance:
-        raise SystemExit(f"{what}: the losses differ by {worst:.1e}: {ours.losses} and {theirs.losses}")
-    return worst
+    pairs = zip(ours.losses, theirs.losses, strict=True)
+    differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+    if not all(difference <= tolerance for difference in differences):  # also if one is not a number
+        raise SystemExit(f"{what}: the losses differ: {ours.losses} and {theirs.losses}")
+    return max(differences)
 
 
 def first_step(command: Sequence[str], folder: Path, metrics: Path) -> tuple[float, float]:

@@ -125,14 +125,14 @@ def _schedule(system: str, parts: list[PipelineStage], num_microbatches: int) ->
 
 def _ties(plan: Plan, parameters: dict[str, nn.Parameter]) -> list[tuple[nn.Parameter, Any]]:
     """Return the tied parameters of this rank that other ranks have too, each with the group of their ranks."""
-    found = []
+    shared = []
     for tie in plan.ties:
         ranks = sorted({plan.stages[index].ranks[0] for index in (tie.owner, *tie.copies)})
         if len(ranks) > 1:
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
-                found.append((parameters[tie.parameter], group))
-    return found
+                shared.append((parameters[tie.parameter], group))
+    return shared
 
 
 def in_processes(spec: dict[str, Any], main: Callable[[int, dict[str, Any]], None], count: int) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class Real:
                 a, b = self.times[model, "autopipe", ours], self.times[model, "other", theirs]
                 ratio = ratios(b, a)
                 name = f"auto: {plan_of(self.works[model][ours]).schedule}" if ours == "auto" else ours
-                held = verdict(ratio.middle, bar, at_least=True) if bar else ""
+                passed = verdict(ratio.middle, bar, at_least=True) if bar else ""
                 cells = f"{Spread.of(a).middle:.4f} | {NAMES[theirs]} | {Spread.of(b).middle:.4f}"
-                lines.append(f"| {model} | {name} | {cells} | {ratio.text()} | {held} |")
+                lines.append(f"| {model} | {name} | {cells} | {ratio.text()} | {passed} |")
         worst = ", ".join(f"{value:.1e} ({model})" for model, value in self.differences.items())
         return [*lines, "", f"Largest relative difference of a loss between autopipe and the others: {worst}."]
