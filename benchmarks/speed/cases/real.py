@@ -62,6 +62,12 @@ class Real:
     def _add(self, model: str, side: str, name: str, run: Run) -> None:
         self.times.setdefault((model, side, name), []).extend(step_times(run.ends))
 
+    def _auto(self, model: str) -> str:
+        """Return the schedule that the planner chose, and whether its cut is the one that the peers run."""
+        plan, other = plan_of(self.works[model]["auto"]), plan_of(self.works[model]["1f1b"])
+        cuts = [[stage.start for stage in either.stages] for either in (plan, other)]
+        return f"auto: {plan.schedule}" + ("" if cuts[0] == cuts[1] else ", its own cut")
+
     def lines(self) -> list[str]:
         """Return the table."""
         lines = [
@@ -77,7 +83,7 @@ class Real:
             for ours, theirs, bar in COMPARED:
                 a, b = self.times[model, "autopipe", ours], self.times[model, "other", theirs]
                 ratio = ratios(b, a)
-                name = f"auto: {plan_of(self.works[model][ours]).schedule}" if ours == "auto" else ours
+                name = self._auto(model) if ours == "auto" else ours
                 passed = verdict(ratio.middle, bar, at_least=True) if bar else ""
                 cells = f"{Spread.of(a).middle:.4f} | {NAMES[theirs]} | {Spread.of(b).middle:.4f}"
                 lines.append(f"| {model} | {name} | {cells} | {ratio.text()} | {passed} |")
