@@ -37,7 +37,7 @@ class Real:
         self.differences: dict[str, float] = {}
 
     def round(self, number: int) -> None:
-        """Train every model under every system once."""
+        """Train every model under every system once. Which side is first alternates from round to round."""
         for model in ("gpt",) if self.options.quick else SIZES:
             batch_size, steps = SIZES[model]
             words = [*pipeline_words(2, MICROBATCHES, batch_size)]
@@ -47,15 +47,19 @@ class Real:
                 plans = {name: [*words, "--schedule", name] for name in dict.fromkeys(THEIRS.values())}
                 self.works[model] = prepare(self.options.folder / model, target, sizes, plans, ["auto"])
             works, count = self.works[model], self.options.steps(steps, 5)
-            first: Run | None = None
-            for name in OURS:
-                run = train(works[name], target, [*words, *sizes, "--schedule", name], count)
-                first = first or run
-                self._add(model, "autopipe", name, run)
-            assert first is not None
             specs = [{"system": name, "work": str(works[cut]), "steps": count} for name, cut in THEIRS.items()]
-            for name, run in zip(THEIRS, train_peers(specs, self.options.folder), strict=True):
-                difference = same_losses(run, first, TOLERANCE, f"{NAMES[name]} and autopipe on {model}")
+            ours: dict[str, Run] = {}
+            theirs: dict[str, Run] = {}
+            for side in ("autopipe", "other") if number % 2 == 0 else ("other", "autopipe"):
+                if side == "other":
+                    theirs = dict(zip(THEIRS, train_peers(specs, self.options.folder), strict=True))
+                else:
+                    for name in OURS:
+                        ours[name] = train(works[name], target, [*words, *sizes, "--schedule", name], count)
+            for name, run in ours.items():
+                self._add(model, "autopipe", name, run)
+            for name, run in theirs.items():
+                difference = same_losses(run, ours["1f1b"], TOLERANCE, f"{NAMES[name]} and autopipe on {model}")
                 self.differences[model] = max(difference, self.differences.get(model, 0.0))
                 self._add(model, "other", name, run)
 
