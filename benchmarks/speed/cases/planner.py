@@ -102,9 +102,9 @@ class Planner:
         plain = plain_install()
         lines = [
             "Wall seconds of `autopipe plan --from-pipedream FILE --cluster FILE`, from its start to its end, by",
-            "both of its cost models: `autopipe`, the default, chooses schedule and microbatches too; `pipedream` is the",
-            f"problem of the golden cases. The bars are for the plain install, which is {plain}. The first command with",
-            f"numba took {self.first_use:.1f} s: it compiles what it needs if no earlier command has stored it.",
+            "both cost models: `autopipe`, the default, chooses the schedule too; `pipedream` is the",
+            f"problem of the golden cases. The bars are for the plain install, {plain}. The first command with numba",
+            f"took {self.first_use:.1f} s: it compiles what it needs if no earlier command has stored it.",
             "",
             "| profile | machine | costs | " + " | ".join(f"{install}, s" for install in INSTALLS) + " | bar |",
             "|---|---|---|---|---|---|",

@@ -77,7 +77,8 @@ class Real:
         lines = [
             f"{MICROBATCHES} microbatches; minibatches of "
             + ", ".join(f"{size} ({model})" for model, (size, _) in SIZES.items())
-            + ". torch runs the stage modules that autopipe generated for its plan of the same name, and adds the",
+            + ".",
+            "torch runs the stage modules that autopipe generated for its plan of the same name, and adds the",
             "gradients of the tied embedding of gpt itself. A ratio above 1 means that autopipe is faster.",
             "",
             "| model | autopipe | s a step | compared with | s a step | ratio (quartiles) | bar |",
