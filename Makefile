@@ -83,8 +83,8 @@ zoo-third: $(READY) ## models of public repositories, checked out in a folder: m
 	@test -n "$(REPOSITORIES)" || { echo "usage: make zoo-third REPOSITORIES=FOLDER (benchmarks/third_party/README.md lists them)"; exit 2; }
 	$(BIN)/python -m benchmarks.third_party "$(REPOSITORIES)" --jobs $(JOBS)
 
-bench: $(READY) ## two ranks against one process, side by side
-	$(BIN)/python benchmarks/two_ranks.py
+bench: $(READY) ## speed: against torch's pipelining, the plain loop and the bound, in turn; ARGUMENTS="--quick" or "--cases bc"
+	$(BIN)/python -m benchmarks.speed $(ARGUMENTS)
 
 bench-planner: $(READY) ## how long the planner takes, how far from the best it is, and PipeDream's published speed-ups
 	$(BIN)/python benchmarks/planner.py

@@ -1,0 +1,1 @@
+"""How fast training in stages is, with its peers interleaved in one run (``make bench``)."""
