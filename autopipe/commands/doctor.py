@@ -26,7 +26,6 @@ LEAST_DISK_BYTES = 2 * GIB
 LEAST_MEMORY_BYTES = 2 * GIB
 # optional package -> what it is for
 OPTIONAL = {
-    "numba": "a faster planner",
     "transformers": "models of that library, such as sample_models/hf_llama.py",
     "scikit-learn": "the data of sample_models/resnet.py",
 }

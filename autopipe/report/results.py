@@ -11,7 +11,7 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
 
-if TYPE_CHECKING:  # its search loads numba, which is slow to import
+if TYPE_CHECKING:  # most commands do not load it
     from autopipe.planning.pipedream.file_format import LayerGraph
     from autopipe.planning.pipedream.model import LayerPlan
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.speed.cases.planner import golden_cases, plain_install
+from benchmarks.speed.cases.planner import golden_cases
 from benchmarks.speed.link import Link
 from benchmarks.speed.meter import FOLDER, metered, readings
 from benchmarks.speed.running import Run, same_losses
@@ -65,10 +65,3 @@ def test_the_largest_machine_of_each_profile_is_planned(tmp_path):
     cases = golden_cases(tmp_path)
     assert [(case.profile, case.counts) for case in cases] == [("a.txt", (16,)), ("a.txt", (4, 4)), ("b.txt", (8,))]
     assert cases[1].cluster().count("[[level]]") == 2
-
-
-def test_numba_is_part_of_the_plain_install_only_if_it_is_required(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch", 'numba; extra == "fast"'])
-    assert plain_install() == "without numba"
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch", "numba>=0.60"])
-    assert plain_install() == "with numba"

@@ -1,9 +1,9 @@
-"""(g) The planner as a user meets it: fresh processes of ``autopipe plan --from-pipedream``, with and without numba."""
+"""(g) The planner as a user meets it: fresh processes of ``autopipe plan --from-pipedream``."""
 
 from __future__ import annotations
 
 import csv
-import importlib.metadata
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,7 @@ from benchmarks.speed.running import AUTOPIPE, execute
 from benchmarks.speed.spread import verdict
 
 BARS = {1: 1.0, 2: 3.0}  # levels -> seconds
-INSTALLS = ("without numba", "with numba")
 COSTS = ("autopipe", "pipedream")  # values of --cost-model: a plan of ours, or PipeDream's formulas
-DISTRIBUTION = "autopipe-train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,6 @@ def golden_cases(folder: Path) -> list[Golden]:
     return list(largest.values())
 
 
-def plain_install() -> str:
-    """Return which of INSTALLS an install without extras is."""
-    required = importlib.metadata.requires(DISTRIBUTION) or []
-    return INSTALLS[any(line.startswith("numba") and "extra ==" not in line for line in required)]
-
-
 class Planner:
     """The case."""
 
@@ -66,55 +58,42 @@ class Planner:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.seconds: dict[tuple[Golden, str, str], float] = {}  # case, cost model, install
-        self.first_use = 0.0  # seconds with numba, before the others: its compiled code may not be on the disk yet
+        self.seconds: dict[tuple[Golden, str], list[float]] = {}  # case, cost model -> of each round
         self.cases = golden_cases(options.golden) if options.golden is not None else []
         if options.quick:
             self.cases = self.cases[:1]
 
     def round(self, number: int) -> None:
-        """Plan every case once with each kind of install."""
-        if number:
-            return
-        for case in self.cases[:1]:
-            self.first_use = self._plan(case, COSTS[0], INSTALLS[1])
+        """Plan every case once by each cost model."""
         for case in self.cases:
             for costs in COSTS:
-                for install in INSTALLS:
-                    self.seconds[case, costs, install] = self._plan(case, costs, install)
+                self.seconds.setdefault((case, costs), []).append(self._plan(case, costs))
 
-    def _plan(self, case: Golden, costs: str, install: str) -> float:
+    def _plan(self, case: Golden, costs: str) -> float:
         folder = self.options.folder / f"golden-{Path(case.profile).stem}-{case.levels}"
         folder.mkdir(exist_ok=True)
         (folder / "cluster.toml").write_text(case.cluster(), encoding="utf-8")
         assert self.options.golden is not None
         words = ["plan", "--from-pipedream", str(self.options.golden / case.profile), "--cluster", "cluster.toml"]
-        words += ["--cost-model", costs, "--work-dir", str(folder / f"{costs}-{INSTALLS.index(install)}")]
-        hidden = {"AUTOPIPE_NO_NUMBA": "1"} if install == INSTALLS[0] else {}
         begin = time.perf_counter()
-        execute([AUTOPIPE, *words], folder, **hidden)
+        execute([AUTOPIPE, *words, "--cost-model", costs, "--work-dir", str(folder / costs)], folder)
         return time.perf_counter() - begin
 
     def lines(self) -> list[str]:
         """Return the table."""
         if not self.cases:
             return ["Not measured: no folder with PipeDream's published profiles (`--golden FOLDER`)."]
-        plain = plain_install()
         lines = [
             "Wall seconds of `autopipe plan --from-pipedream FILE --cluster FILE`, from its start to its end, by",
-            "both cost models: `autopipe`, the default, chooses the schedule too; `pipedream` is the",
-            f"problem of the golden cases. The bars are for the plain install, {plain}. The first command with numba",
-            f"took {self.first_use:.1f} s: it compiles what it needs if no earlier command has stored it.",
+            "both cost models: `autopipe`, the default, chooses the schedule too; `pipedream` is the problem of the",
+            "golden cases, to which the bars belong. `make bench-planner` plans all of them.",
             "",
-            "| profile | machine | costs | " + " | ".join(f"{install}, s" for install in INSTALLS) + " | bar |",
-            "|---|---|---|---|---|---|",
+            "| profile | machine | costs | median, s | bar |",
+            "|---|---|---|---|---|",
         ]
-        for (case, costs, install), seconds in self.seconds.items():
-            if install != INSTALLS[0]:
-                continue
-            both = {install: seconds, INSTALLS[1]: self.seconds[case, costs, INSTALLS[1]]}
-            bar = verdict(both[plain], BARS[case.levels], at_least=False)
+        for (case, costs), seconds in self.seconds.items():
+            middle = statistics.median(seconds)
+            bar = verdict(middle, BARS[case.levels], at_least=False) if costs == COSTS[1] else ""
             machine = "x".join(map(str, case.counts))
-            cells = " | ".join(f"{value:.2f}" for value in both.values())
-            lines.append(f"| {Path(case.profile).stem} | {machine} | {costs} | {cells} | {bar} |")
+            lines.append(f"| {Path(case.profile).stem} | {machine} | {costs} | {middle:.2f} | {bar} |")
         return lines

@@ -97,17 +97,21 @@ def test_a_nested_search_stops_at_its_limit(monkeypatch):
     graph, machine = chain(60), Machine((4, 4), (1e10, 1e9))
     search = pipedream_model._Search(graph, machine, straight=False)
     (states,) = search.spaces()
+    # every triple of states with every pair of group counts would be 64 million times 16
+    monkeypatch.setattr(pipedream_model, "MOST_NESTED_STEPS", 100_000_000)
     assert search.nested(states, math.inf)[1]
     monkeypatch.setattr(pipedream_model, "MOST_NESTED_STEPS", 10)
     assert search.nested(states, math.inf) == (None, False)
     assert plan_layers(graph, machine).space.startswith("contiguous")
 
 
-def test_one_heavy_layer_in_a_long_chain_is_nested_within_the_limit():
+def test_one_heavy_layer_in_a_long_chain_is_nested_in_few_steps(monkeypatch):
     graph = chain(400)
     graph = dataclasses.replace(graph, forward_seconds=(9 * 400.0, *graph.forward_seconds[1:]))
     search = pipedream_model._Search(graph, Machine((4, 4), (1e10, 1e9)), straight=False)
     (states,) = search.spaces()
+    # every triple of states with every pair of group counts would be 64 million times 16
+    monkeypatch.setattr(pipedream_model, "MOST_NESTED_STEPS", 100_000_000)
     assert search.nested(states, math.inf)[1]
 
 

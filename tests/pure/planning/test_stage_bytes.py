@@ -22,7 +22,7 @@ from autopipe.planning import make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.byte_sums import ByteSums
-from autopipe.planning.cost.memory import even_share, in_flight_of_interleaved
+from autopipe.planning.cost.memory import even_share, in_flight_of_interleaved, stage_peak
 from autopipe.planning.search import replicated, solver
 from autopipe.schedules import make
 
@@ -95,7 +95,7 @@ def searched_bytes(problem, plan):
         if problem.options.sharded:
             optimizer, largest = (arrays.tables[k][i, j] for k in (solver.OPTIMIZER, solver.LARGEST))
             fixed -= max(optimizer - even_share(optimizer, largest, stage.replicas), 0)
-        peaks.append(solver.peak_bytes(weights, versions, fixed, kept, in_flight, saved, saved_in_flight))
+        peaks.append(stage_peak(weights, versions, fixed, kept, in_flight, saved, saved_in_flight))
     return peaks
 
 
