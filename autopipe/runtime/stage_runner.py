@@ -172,14 +172,16 @@ class StageRunner:
             microbatch.buffers = self._values_of(variant.replayed)
         outputs = self._run(microbatch)
         sent = {value: outputs[value].detach() for value in variant.code.SENDS}  # [2]
+        loss = None
         if self.stage.RETURNS:
             returned = [outputs[value] for value in self.stage.RETURNS]
             weight = returned[1].detach() if len(returned) > 1 else None
-            self.losses[key] = self._scaled(outputs, factor).detach(), weight
+            loss = self._scaled(outputs, factor)
+            self.losses[key] = loss.detach(), weight
         if self.recompute == "stage":
             microbatch.aliases = {}  # they would keep the memory of what leaves the device
         else:
-            microbatch.outputs = self._roots(microbatch, outputs)
+            microbatch.outputs = self._roots(microbatch, outputs, loss)
         self.in_flight[key] = microbatch
         return sent
 
@@ -191,7 +193,10 @@ class StageRunner:
             for value, leaf in microbatch.received.items()
         }
         arguments = [microbatch.aliases[value] for value in code.RECEIVES]
-        with self._casts_in_place(microbatch.variant):
+        if microbatch.variant.cast_once:
+            with self._casts_in_place(microbatch.variant):
+                outputs = self.stage.run(code, *microbatch.inputs, *arguments)
+        else:
             outputs = self.stage.run(code, *microbatch.inputs, *arguments)
         # what the model returns is named as in the recording of the plan
         return dict(zip((*code.SENDS, *self.stage.RETURNS), outputs, strict=True))
@@ -207,15 +212,15 @@ class StageRunner:
             return loss * outputs[self.stage.RETURNS[1]].detach()
         return loss * factor if factor else torch.zeros_like(loss, requires_grad=False)
 
-    def _roots(self, microbatch: InFlightMicrobatch, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the outputs that backward starts from. The key "" is the loss."""
+    def _roots(
+        self, microbatch: InFlightMicrobatch, outputs: Mapping[str, torch.Tensor], loss: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs that backward starts from. The key "" is the scaled loss of the last stage."""
         code, carries_gradient = microbatch.variant.code, microbatch.variant.carries_gradient
         # whether an output of an opaque module requires a gradient may change from batch to batch
         roots = {v: outputs[v] for v in code.SENDS if v in carries_gradient and outputs[v].requires_grad}
-        if self.stage.RETURNS:
-            loss = self._scaled(outputs, microbatch.factor)
-            if loss.requires_grad:
-                roots[""] = loss if self.scaler is None else loss * self.scaler.scale
+        if loss is not None and loss.requires_grad:
+            roots[""] = loss if self.scaler is None else loss * self.scaler.scale
         return roots
 
     def evaluate(
@@ -242,9 +247,11 @@ class StageRunner:
         """
         microbatch = self.in_flight.pop(key)
         roots, starts = self._starts(microbatch, gradients)
-        if roots:
+        if roots and self.recompute == "block":
             with self._recomputing_units(microbatch):
                 torch.autograd.backward(roots, starts)  # None means ones
+        elif roots:
+            torch.autograd.backward(roots, starts)
         return self._collect(microbatch)
 
     def backward_inputs(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -277,7 +284,8 @@ class StageRunner:
         if self.recompute == "stage":
             with self._frozen_buffers(microbatch.buffers):
                 recomputed = self._run(microbatch)
-            outputs = self._roots(microbatch, recomputed)
+            loss = self._scaled(recomputed, microbatch.factor) if self.stage.RETURNS else None
+            outputs = self._roots(microbatch, recomputed, loss)
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
@@ -330,9 +338,6 @@ class StageRunner:
     @contextlib.contextmanager
     def _recomputing_units(self, microbatch: InFlightMicrobatch) -> Iterator[None]:
         """Prepare the stage for a backward that runs units again: they draw and read what they did the first time."""
-        if self.recompute != "block":
-            yield
-            return
         self.stage.seed(microbatch.draws)
         with self._frozen_buffers(microbatch.buffers), self._casts_in_place(microbatch.variant):
             yield

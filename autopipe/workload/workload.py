@@ -180,7 +180,7 @@ class Workload:
         changed: Item = pytree.tree_unflatten(flat, structure)
         return changed
 
-    def _names(self, item: Item) -> dict[int, str]:
+    def _names(self, item: Item) -> Mapping[int, str]:
         return items.leaf_names(item, self.models.forward_names if isinstance(item, tuple) else ())
 
     @property

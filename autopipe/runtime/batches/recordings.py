@@ -9,12 +9,14 @@ files. The other ranks wait and then load their parts. The parameters stay where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.generate import load_constants, load_divisor, load_stage
@@ -36,8 +38,24 @@ from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
+from autopipe.workload.cutting.dimensions import BatchDimensions
 
 EVALUATION = "evaluation"
+_KEPT_PARTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What parts of a minibatch have in common whose tensors differ only in their values."""
+
+    # the leaves, each with its position among those of the part
+    names: tuple[tuple[str, int], ...]
+    recording: Recording
+    # of the symbols of the graph
+    sizes: Mapping[str, int]
+    samples: int
+    # how batches were cut when the samples were counted
+    cutting: BatchDimensions
 
 
 @dataclass(slots=True)
@@ -62,6 +80,8 @@ class Recordings:
     announce: Callable[[str, bool], None] | None = None
     # the last minibatch of training
     latest: Any = None
+    # the parts read so far, by training or not, structure and shapes
+    _parts: dict[Any, _Part] = field(default_factory=dict)
     _count: int = 0
     _disagreement: float = 0.0
 
@@ -81,28 +101,51 @@ class Recordings:
         if training:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
-        followed = [self._of(part, training=training) for part in parts]
-        shares = self.shares(item, parts, followed)
-        microbatches = []
-        for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
-            leaves = self.workload.leaves(part)
-            microbatches.append(Microbatch(placement.of(leaves), factor, recording.sizes(leaves), recording))
+        read = [self._read(part, training=training) for part in parts]
+        shares = self._shares(item, read)
         self.weight = shares.total
-        return microbatches
+        return [
+            Microbatch(placement.of(leaves), factor, part.sizes, part.recording)
+            for (leaves, part), factor in zip(read, shares.factors, strict=True)
+        ]
 
-    def shares(self, item: Any, parts: Sequence[Any], followed: Sequence[Recording] | None = None) -> Shares:
-        """Return the shares of the parts of a minibatch. ``followed``: their recordings, looked up if None.
+    def _read(self, part: Any, *, training: bool) -> tuple[dict[str, torch.Tensor], _Part]:
+        """Return the leaves of a part, and what follows from their shapes: looked up if a part like it was read."""
+        flat, structure = pytree.tree_flatten(part)
+        like = None
+        if all(type(leaf) is torch.Tensor and leaf.layout == torch.strided for leaf in flat):
+            described = [(leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad) for leaf in flat]
+            like = training, structure, tuple(described)
+        with contextlib.suppress(TypeError):  # a container of the user whose context is not hashable
+            known = self._parts.get(like)
+            if known is not None and known.cutting is self.workload.cutting:
+                return {name: flat[position] for name, position in known.names}, known
+        leaves = self.workload.leaves(part)
+        recording = self._of(part, leaves, training=training)
+        places = {id(leaf): position for position, leaf in enumerate(flat)}
+        names = tuple((name, places[id(leaf)]) for name, leaf in leaves.items())
+        cutting, samples = self.workload.cutting, self.workload.num_samples(part)
+        new = _Part(names, recording, recording.sizes(leaves), samples, cutting)
+        if like is not None and len(places) == len(flat):  # the recording that a part fits first stays the first
+            with contextlib.suppress(TypeError):
+                if len(self._parts) >= _KEPT_PARTS:
+                    self._parts.clear()
+                self._parts[like] = new
+        return leaves, new
 
-        Reports the first minibatch whose loss terms require different shares.
-        """
-        followed = followed or [self._of(part, training=True) for part in parts]
-        recording = followed[0]
-        leaves, samples = self.workload.leaves, [self.workload.num_samples(part) for part in parts]
-        each = [leaves(part) for part in parts]
+    def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
+        """Return the shares of the parts of a minibatch."""
+        return self._shares(item, [self._read(part, training=True) for part in parts])
+
+    def _shares(self, item: Any, parts: Sequence[tuple[Mapping[str, torch.Tensor], _Part]]) -> Shares:
+        """Return the shares of parts. Reports the first minibatch whose loss terms require different shares."""
+        each, samples = [leaves for leaves, _ in parts], [part.samples for _, part in parts]
+        recording = parts[0][1].recording
         if self.workload.cuts_by_dimension(item):
-            shares = shares_of(recording.divisor, leaves(item), each, samples)
+            whole = self.workload.leaves(item) if recording.divisor is not None else {}
+            shares = shares_of(recording.divisor, whole, each, samples)
         else:
-            shares = shares_of_parts([entry.divisor for entry in followed], each, samples)
+            shares = shares_of_parts([part.recording.divisor for _, part in parts], each, samples)
         if shares.disagreement and not self._disagreement:
             self._disagreement = shares.disagreement
             if self.transport.leads:
@@ -121,9 +164,8 @@ class Recordings:
         self.transport.barrier()
         self.known(training=training).append(self._load(name))
 
-    def _of(self, part: Any, *, training: bool) -> Recording:
-        leaves, form = self.workload.leaves(part), form_of(part)
-        known = self.known(training=training)
+    def _of(self, part: Any, leaves: Mapping[str, torch.Tensor], *, training: bool) -> Recording:
+        form, known = form_of(part), self.known(training=training)
         for recording in known:
             if recording.fits(leaves, form):
                 return recording

@@ -4,8 +4,8 @@ Gloo separates channels by tag on one mesh. NCCL has no tags, and two operations
 communicator deadlock: ``communicators`` says which channels share one. Every channel of gloo and every communicator is
 used once at the start, because the first operation connects it, and lazy connections have hung.
 
-Between CPU ranks, the order of a tensor in memory (``strides``) is sent ahead of it. Between GPUs, activations and
-gradients are sent in the order of the plan.
+Between CPU ranks, a message carries the order of its values in memory (``host_messages``). Between GPUs, activations
+and gradients are sent in the order of the plan.
 
 The all-reduce of gloo adds each part of a tensor in a different order, that of its ring from where the part starts.
 Sums of three or more CPU ranks are therefore computed here (``rank_order``), and send the same number of bytes.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,13 @@ import torch.distributed as dist
 from autopipe.ir.channel import FIGURES, Channel
 from autopipe.runtime.transport.base import Pending, TransportClosed
 from autopipe.runtime.transport.communicators import Communicators
+from autopipe.runtime.transport.host_messages import ArrivingMessage, host_message
 from autopipe.runtime.transport.nccl import NcclTransfers
 from autopipe.runtime.transport.rank_order import OrderedSums
-from autopipe.strides import Layout, memory_order, packed, unpacked
+from autopipe.strides import Layout, packed, unpacked
+
+# the most that is kept of small sends before a thread waits for them
+_KEPT_BYTES, _KEPT_SENDS = 1 << 14, 64
 
 CONNECT_SECONDS = 300.0
 """How long the first message of a communicator may take, by default."""
@@ -62,33 +67,35 @@ def start_process_group(store: Any, rank: int, world_size: int, *, timeout_secon
 class _Received:
     """A posted receive of a tensor whose elements arrive in ``buffer``, in the memory order of ``layout``.
 
-    ``device``: where the tensor belongs, if it was staged through the host. ``ahead``: the receive of the actual order,
-    and its buffer.
+    ``device``: where the tensor belongs, if it was staged through the host.
     """
 
     def __init__(
-        self,
-        works: Sequence[Any],
-        buffer: torch.Tensor,
-        device: torch.device,
-        layout: Layout | None = None,
-        ahead: tuple[Any, torch.Tensor] | None = None,
+        self, works: Sequence[Any], buffer: torch.Tensor, device: torch.device, layout: Layout | None = None
     ) -> None:
-        self._works, self._buffer, self._device, self._layout, self._ahead = works, buffer, device, layout, ahead
+        self._works, self._buffer, self._device, self._layout = works, buffer, device, layout
 
     def wait(self) -> torch.Tensor:
         try:
-            if self._ahead is not None:
-                self._ahead[0].wait()
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise translate(error) from error
         elements = self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
-        if self._layout is None:
-            return elements
-        order = self._layout.order if self._ahead is None else self._ahead[1].tolist()
-        return unpacked(elements, self._layout.shape, order)
+        return elements if self._layout is None else unpacked(elements, self._layout.shape, self._layout.order)
+
+
+class _Value:
+    """A value of a posted message between CPU ranks."""
+
+    def __init__(self, message: ArrivingMessage, index: int) -> None:
+        self._message, self._index = message, index
+
+    def wait(self) -> torch.Tensor:
+        try:
+            return self._message.take(self._index)
+        except RuntimeError as error:
+            raise translate(error) from error
 
 
 def translate(error: RuntimeError) -> BaseException:
@@ -111,17 +118,29 @@ class _Departures:
 
     Gloo reports a complete send only to a caller that waits for it, and a rank that waited would stop computing. So one
     thread waits for the sends in order. The next ``check`` raises their failure.
+
+    Each wakeup of the thread takes the interpreter from the rank, which costs more than a small send. So the thread
+    gets small tensors by the dozen.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._recent: list[tuple[Any, torch.Tensor]] = []
+        self._recent_bytes = 0
+        self._queue: queue.SimpleQueue[list[tuple[Any, torch.Tensor]] | None] = queue.SimpleQueue()
         self._error: RuntimeError | None = None
         self._thread = threading.Thread(target=self._wait, name="departures", daemon=True)
         self._thread.start()
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
-        """Keep a tensor until its send is complete."""
-        self._queue.put((work, tensor))
+        """Keep a tensor until its send is complete, a small one a few sends longer."""
+        self._recent.append((work, tensor))
+        self._recent_bytes += tensor.nbytes
+        if self._recent_bytes > _KEPT_BYTES or len(self._recent) >= _KEPT_SENDS:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._queue.put(self._recent)
+        self._recent, self._recent_bytes = [], 0
 
     def check(self) -> None:
         """Raise the failure of a send, if there was one."""
@@ -130,17 +149,19 @@ class _Departures:
 
     def drain(self) -> None:
         """Wait until all sends are complete. Nothing can be added afterwards."""
+        self._hand_over()
         self._queue.put(None)
         self._thread.join()
         self.check()
 
     def _wait(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            try:
-                entry[0].wait()
-            except RuntimeError as error:
-                self._error = self._error or error
-            entry = None  # free the tensor while the queue is empty
+        while (sends := self._queue.get()) is not None:
+            for work, _ in sends:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self._error = self._error or error
+            sends = work = _ = None  # free the tensors while the queue is empty
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,6 +193,9 @@ class ProcessTransport:
         self.device = device or torch.device("cpu")
         ordered = list(dict.fromkeys(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
+        # the channels whose values arrive in their own order in memory, so that results are equal to the last bit
+        on_host = self.device.type == "cpu"
+        self._by_host = {channel for channel in ordered if on_host and channel.kind not in FIGURES}
         self._sums: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): None}  # the default group
         self._sums |= {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
@@ -191,9 +215,9 @@ class ProcessTransport:
         for channel in channels:
             try:
                 if channel.from_rank == self.rank:
-                    self.send(channel, torch.zeros(1))
+                    self._send_by_gloo(channel, torch.zeros(1))
                 elif channel.to_rank == self.rank:
-                    self.receive(channel, (1,), torch.float32).wait()
+                    self._receive_by_gloo(channel, Layout((1,), torch.float32), self._arrives_on(channel)).wait()
             except RuntimeError as error:
                 raise RuntimeError(f"cannot connect {channel}: {error}") from error
 
@@ -202,7 +226,16 @@ class ProcessTransport:
         self.send_message(channel, [tensor], [Layout(tuple(tensor.shape), tensor.dtype)])
 
     def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        """Start the transfer of the values of a message: together over NCCL, one by one over gloo."""
+        """Start the transfer of the values of a message: together over NCCL; between CPU ranks, the small ones."""
+        if channel in self._by_host:
+            self._departures.check()
+            packets, tag = host_message(tuple(layouts)).packets(tensors), self._tags[channel]
+            try:
+                for packet in packets:
+                    self._departures.add(self._gloo.send([packet], channel.to_rank, tag), packet)
+            except RuntimeError as error:
+                raise translate(error) from error
+            return
         filled = [(t.detach(), layout) for t, layout in zip(tensors, layouts, strict=True) if t.numel()]
         if not filled:
             return
@@ -212,19 +245,16 @@ class ProcessTransport:
                 self._nccl.send(channel, [packed(tensor, layout.order) for tensor, layout in filled])
             return
         for tensor, layout in filled:
-            if tensor.is_cuda:
-                elements = _on_host(packed(tensor, layout.order))
-            elif self._laid_out(channel, tensor.dim()):
-                order = memory_order(tensor)
-                elements = packed(tensor, order)
-                self._send_by_gloo(channel, torch.tensor(order))
-            else:
-                elements = tensor.contiguous()
+            elements = _on_host(packed(tensor, layout.order)) if tensor.is_cuda else tensor.contiguous()
             self._send_by_gloo(channel, elements)
 
-    def _laid_out(self, channel: Channel, dimensions: int) -> bool:
-        """Return whether the order in memory is sent ahead: on the CPU, where results are equal to the last bit."""
-        return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 0
+    @functools.cached_property
+    def _gloo(self) -> Any:
+        """The default group, whose methods check less than the functions of torch.distributed."""
+        return dist.group.WORLD
+
+    def _arrives_on(self, channel: Channel) -> torch.device:
+        return torch.device("cpu") if channel.kind in FIGURES else self.device
 
     def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
         with _translated():
@@ -236,7 +266,14 @@ class ProcessTransport:
 
     def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
         """Post the receives of the values of a message, in the order in which they are sent."""
-        device = torch.device("cpu") if channel.kind in FIGURES else self.device
+        if channel in self._by_host:
+            gloo, sender, tag = self._gloo, channel.from_rank, self._tags[channel]
+            try:
+                message = host_message(tuple(layouts)).receive(lambda buffer: gloo.recv([buffer], sender, tag))
+            except RuntimeError as error:
+                raise translate(error) from error
+            return [_Value(message, index) for index in range(len(layouts))]
+        device = self._arrives_on(channel)
         nccl = self._nccl if device.type == "cuda" and self._by_nccl(channel) else None
         if nccl is None:
             return [self._receive_by_gloo(channel, layout, device) for layout in layouts]
@@ -250,13 +287,9 @@ class ProcessTransport:
         buffer = torch.empty(layout.shape, dtype=layout.dtype, device="cpu", pin_memory=device.type == "cuda")
         if buffer.numel() == 0:
             return _Received((), buffer, device, layout)
-        ahead = None
         with _translated():
-            if self._laid_out(channel, buffer.dim()):
-                order = torch.empty(2 * buffer.dim(), dtype=torch.int64)
-                ahead = dist.irecv(order, channel.from_rank, tag=self._tags[channel]), order
             work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
-        return _Received((work,), buffer, device, layout, ahead)
+        return _Received((work,), buffer, device, layout)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Sum over the group."""

@@ -6,6 +6,7 @@ An ``Item`` is ``(inputs, target)`` or a dict.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,16 +116,27 @@ def kept(item: Any) -> Any:
     return pytree.tree_map_only(Tensor, copy, item)
 
 
-def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:
+def leaf_names(item: Item, arguments: Sequence[str]) -> Mapping[int, str]:
     """Return a stable identifier for every tensor of an item, by position among the leaves.
 
     ``arguments``: the parameters of the model's forward, which name the inputs of a tuple. ``(inputs, target)`` gives
     the parameter's name and ``target``; a dict gives its keys; nested tensors get their keys and positions as suffixes.
     """
+    leaves, structure = pytree.tree_flatten(item)
+    tensors = tuple([position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+    try:
+        return _names_in(structure, tensors, tuple(arguments))
+    except TypeError:  # a container of the user whose context is not hashable
+        return _names_in.__wrapped__(structure, tensors, tuple(arguments))
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in(structure: pytree.TreeSpec, tensors: tuple[int, ...], arguments: tuple[str, ...]) -> Mapping[int, str]:
     names: dict[int, str] = {}
-    for position, (path, leaf) in enumerate(pytree.tree_flatten_with_path(item)[0]):
-        if not isinstance(leaf, Tensor):
-            continue
+    item = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    paths_of_leaves = [path for path, _ in pytree.tree_flatten_with_path(item)[0]]
+    for position in tensors:
+        path = paths_of_leaves[position]
         keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
         if isinstance(item, tuple):
             inputs = path[0] == _INPUTS

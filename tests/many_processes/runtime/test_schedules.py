@@ -19,8 +19,6 @@ from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettin
 from autopipe.commands.training import runs
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
-from autopipe.runtime.transport.distributed import _Received
-from autopipe.strides import Layout, copied, memory_order, packed
 
 STEPS = 6
 QUICK = (
@@ -117,47 +115,3 @@ def test_weights_of_a_run_by_command_equal_the_oracle(schedule: str, tmp_path: P
     exported = torch.load(runs.export(ExportSettings(tmp_path / "model.pt", run=tmp_path / "run")).path)
     assert list(result.losses) == losses
     assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items())
-
-
-class Done:
-    def wait(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(2, 3),
-        torch.randn(2, 3).t(),
-        torch.randn(2, 8, 3, 4).transpose(1, 2),
-        torch.randn(2, 5, 3, 6).permute(0, 2, 3, 1)[..., ::2],
-        torch.randn(1, 3, 1, 4).transpose(0, 3),
-        torch.ones(()).expand(3, 4),
-        torch.randn(3, 1).expand(3, 4)[:, :2],
-        torch.randn(6, 4)[:, :2],
-        torch.randn(6, 4)[:, 1],
-        torch.randn(6, 4)[2:4],
-        torch.randn(6, 40).t()[3:20],
-        torch.randn(2, 3, 4, 5)[:, 1:, ::2, :3].transpose(0, 3),
-        torch.randn(3, 1, 5)[:, :, 1:2],
-        torch.randn(9),
-    ],
-    ids=lambda t: f"{tuple(t.shape)}-{t.stride()}",
-)
-def test_a_tensor_arrives_with_its_strides(tensor: torch.Tensor) -> None:
-    # without its strides, an attention head or a slice is summed in another order by the next stage, and the last bits
-    # differ
-    layout = memory_order(tensor)
-    sent = packed(tensor, layout)
-    assert sent.is_contiguous()
-    buffer = torch.empty(tensor.shape)
-    buffer.view(-1).copy_(sent.reshape(-1))
-    expected = Layout(tuple(tensor.shape), tensor.dtype)
-    received = _Received((Done(),), buffer, torch.device("cpu"), expected, (Done(), torch.tensor(layout))).wait()
-    for other in (received, copied(tensor)):
-        assert torch.equal(other, tensor)
-        assert memory_order(other) == layout
-    if 0 in tensor.stride() or not any(layout[tensor.dim() :]):
-        assert received.stride() == tensor.clone().stride()
-    else:
-        assert received.untyped_storage().nbytes() <= 4 * (tensor.numel() * 2 + 17 * tensor.numel() / tensor.shape[-1])

@@ -11,13 +11,13 @@ from support.pipelines import build, captured, minibatches
 from support.schedule_cases import Case
 
 from autopipe.ir.schedule import Instruction, Op, ScheduleSpec
-from autopipe.runtime.executor import _overlapping_backwards
+from autopipe.runtime.program import overlapping_backwards
 from autopipe.schedules import make
 
 
 def order_of_sums(row: list[Instruction], late: set[int]) -> list[tuple[int, int]]:
     """Return the order in which a rank starts its sums: those of ``late`` stages at their R, others where they may."""
-    overlapping = _overlapping_backwards(row)
+    overlapping = overlapping_backwards(row)
     started: dict[tuple[int, int], None] = {}
     for i in row:
         if i.op == Op.REDUCE or (i in overlapping and i.stage not in late):
@@ -39,7 +39,7 @@ def test_sums_start_in_one_order_with_fewer_microbatches_and_parameters_without_
         orders = set()
         for rank in group:
             row = [i for i in schedule.rows[rank] if i.microbatch < left]  # a ragged last minibatch
-            overlapped += len(_overlapping_backwards(row))
+            overlapped += len(overlapping_backwards(row))
             stages = {i.stage for i in row}
             orders |= {tuple(order_of_sums(row, late)) for late in (set(), stages, *({stage} for stage in stages))}
         assert len(orders) == 1
@@ -49,7 +49,7 @@ def test_sums_start_in_one_order_with_fewer_microbatches_and_parameters_without_
 def test_every_stage_of_a_rank_sums_during_its_own_last_backward() -> None:
     layout = ((0, 1), (2, 3)) * 2
     row = make("interleaved", ScheduleSpec(layout, 8)).rows[0]
-    assert {str(i) for i in _overlapping_backwards(row)} == {"2B6@0", "0B6@0"}
+    assert {str(i) for i in overlapping_backwards(row)} == {"2B6@0", "0B6@0"}
 
 
 def test_a_run_continues_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def test_a_wire_that_reads_late_changes_nothing(case, tmp_path: Path, monkeypatc
 def test_a_write_after_a_send_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Executor._send
 
-    def send(self: Executor, instruction) -> None:
+    def send(self: Executor, step, offset) -> None:
         sent = [tensor for message in self._mail.values() for tensor in message.values()]
-        original(self, instruction)
-        if instruction.op == Op.SEND_BACKWARD:  # the sender does not need a gradient that it has sent
+        original(self, step, offset)
+        if step.op == Op.SEND_BACKWARD:  # the sender does not need a gradient that it has sent
             for tensor in sent:
                 tensor.zero_()
 
