@@ -175,13 +175,13 @@ class FlatSearch:
     @property
     def _blocks(self) -> Iterator[_Block] | list[_Block]:
         """The blocks of all stages, from the last state to the first."""
-        return self._kept if self._num_stages <= _MOST_KEPT else self._made()
+        return self._kept if self._num_stages <= _MOST_KEPT else self._built()
 
     @functools.cached_property
     def _kept(self) -> list[_Block]:
-        return list(self._made())
+        return list(self._built())
 
-    def _made(self) -> Iterator[_Block]:
+    def _built(self) -> Iterator[_Block]:
         end = self.n - 1
         while end > 0:
             first = end - 1

@@ -72,7 +72,7 @@ class PlacedSearch:
         self.fastest = max(bandwidths)
 
     def solve(self, limit: float, known: float, steps: list[int]) -> tuple[float, Stages]:
-        """Return (cost, stages) of the best plan cheaper than ``known``; infinity and none if there is none.
+        """Return (cost, stages) of the best plan cheaper than ``known``; infinity and no stages without a plan.
 
         Only states that can still lead to a bottleneck below a bound T are followed: the layers before i fit on a
         ranks, and those behind on the other ranks even with the fastest links everywhere (``flat``). The least T for
