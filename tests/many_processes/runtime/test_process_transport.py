@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.exchanges import compared, order_matters
+from support.nccl.exchanges import compared, order_matters
 from support.ranks import run_ranks
 
 from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel

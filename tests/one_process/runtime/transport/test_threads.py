@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.exchanges import compared, order_matters
+from support.nccl.exchanges import compared, order_matters
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.channel import ACTIVATION, Channel
