@@ -44,7 +44,7 @@ from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
-from autopipe.runtime.transport.teams import TeamTransport, channels_of, groups_of
+from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
 
 FAILED = 3
 
@@ -152,9 +152,11 @@ def _connect(
     rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
     use_nccl, size = False, context.plan.team
     channels, groups = context.channels, context.groups
+    on_host = groups  # those that sum CPU tensors
     if size > 1:
         channels = tuple(channels_of(channels, size))
         groups = tuple(groups_of(groups, context.plan.num_ranks, size))
+        on_host = tuple({*groups, *agreeing_groups(context.plan.num_ranks, size)})
     choose_interface(spec)
     if device.type == "cuda":
         apply_settings(RunDirectory(Path(spec.run)).log(rank).parent)
@@ -167,7 +169,7 @@ def _connect(
         if communicators is not None and communicators.on_host and rank == 0:
             reporter.event("note", text=communicators.note)
         processes = ProcessTransport(
-            channels, groups, device=device, communicators=communicators, timeout_seconds=seconds
+            channels, on_host, device=device, communicators=communicators, timeout_seconds=seconds
         )
         return processes if size == 1 else TeamTransport(processes, size)
     except RuntimeError as error:

@@ -48,10 +48,11 @@ class Communicators:
 
     pairs: tuple[Pair, ...]  # in the order in which they are created
     on_host: tuple[Pair, ...]  # those without a communicator
+    groups: tuple[tuple[int, ...], ...]  # sets of ranks that compute sums on GPUs, created before the pairs
 
     @staticmethod
     def of(channels: Iterable[Channel], groups: Sequence[Sequence[int]]) -> Communicators:
-        """Choose the pairs with a communicator. ``groups``: the sets of ranks that compute sums."""
+        """Choose the pairs with a communicator. ``groups``: the sets of ranks that compute sums on GPUs."""
         distances: dict[Pair, float] = {}
         for channel in channels:
             if channel.kind not in FIGURES:
@@ -65,7 +66,8 @@ class Communicators:
             if all(members[rank] < most for rank in ends):
                 members.update(ends)
                 chosen.append(pair)
-        return Communicators(tuple(sorted(chosen)), tuple(sorted(set(distances) - set(chosen))))
+        on_host = tuple(sorted(set(distances) - set(chosen)))
+        return Communicators(tuple(sorted(chosen)), on_host, tuple(sorted(map(tuple, groups))))
 
     @property
     def note(self) -> str:

@@ -176,7 +176,7 @@ class ProcessTransport:
     """One rank's end, over the process group of ``start_process_group``.
 
     ``channels`` lists every channel of the run, in the same order on every rank. ``groups`` lists the sets of ranks
-    that compute sums. ``communicators``: those of NCCL; None if it is not used.
+    that compute sums, on CPUs or GPUs. ``communicators``: those of NCCL; None if it is not used.
     """
 
     def __init__(
@@ -201,9 +201,7 @@ class ProcessTransport:
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
         self._departures = _Departures()
         self._nccl = (
-            None
-            if communicators is None
-            else NcclTransfers(communicators, groups, self.rank, self.device, timeout_seconds)
+            None if communicators is None else NcclTransfers(communicators, self.rank, self.device, timeout_seconds)
         )
         self._exercise([channel for channel in ordered if not self._by_nccl(channel)])
 
@@ -310,7 +308,7 @@ class ProcessTransport:
         """Sum in rank order on a CPU, over NCCL on a GPU."""
         if self._nccl is None or not parts.is_cuda:
             return self._in_rank_order(tuple(group)).reduce_scatter(parts)
-        total = torch.empty_like(parts[0])
+        total = parts.new_empty(parts.shape[1:])
         with _translated():
             self._nccl.start_reduce_scatter(group, total, parts).wait()
         return total

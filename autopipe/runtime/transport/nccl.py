@@ -27,25 +27,21 @@ class NcclTransfers:
 
     Args:
         communicators: those of the run.
-        groups: the sets of ranks that compute sums.
         rank: of this process.
         device: of this rank.
-        timeout_seconds: how long the first message over each pair may take.
+        timeout_seconds: how long the first sum of each group and the first message over each pair may take.
+
+    Raises: RunError naming ranks that cannot connect.
 
     """
 
-    def __init__(
-        self,
-        communicators: Communicators,
-        groups: Sequence[Sequence[int]],
-        rank: int,
-        device: torch.device,
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, communicators: Communicators, rank: int, device: torch.device, timeout_seconds: float) -> None:
         self._rank, self._device = rank, device
-        self._sums = {tuple(group): self._create(group) for group in sorted(map(tuple, groups))}
+        self._sums = {group: self._create(group) for group in communicators.groups}
         self._pairs = {pair: self._create((pair.from_rank, pair.to_rank)) for pair in communicators.pairs}
         self._flying: deque[tuple[list[Any], Sequence[torch.Tensor]]] = deque()  # sends that may not be complete
+        for group in communicators.groups:
+            self._connect_group(group, timeout_seconds)
         for pair in communicators.pairs:
             self._connect(pair, timeout_seconds)
 
@@ -63,13 +59,33 @@ class NcclTransfers:
             work: Any = dist.isend(token, pair.to_rank, group=self._pairs[pair])
         else:
             work = dist.irecv(token, pair.from_rank, group=self._pairs[pair])
+        self._complete(work, f"rank {pair.from_rank} cannot send to rank {pair.to_rank}", timeout_seconds)
+
+    def _connect_group(self, group: tuple[int, ...], timeout_seconds: float) -> None:
+        """Use a group once in every way.
+
+        NCCL connects the members at their first collective, and allocates memory of the device for it. In training,
+        that could wait for a receive that is posted, whose sender could wait for this rank.
+        """
+        if self._rank not in group:
+            return
+        tokens = torch.zeros(len(group), device=self._device)
+        part = torch.zeros(1, device=self._device)
+        for work in (
+            self.start_sum(group, tokens),
+            self.start_reduce_scatter(group, part, tokens.view(-1, 1)),
+            self.start_all_gather(group, tokens.view(-1, 1), part),
+        ):
+            self._complete(work, f"ranks {list(group)} cannot compute a sum", timeout_seconds)
+
+    @staticmethod
+    def _complete(work: Any, failure: str, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"rank {pair.from_rank} cannot send to rank {pair.to_rank} over NCCL: nothing arrived within "
-                    f"{timeout_seconds:.0f} s",
-                    remedy="set NCCL_DEBUG=INFO and read the logs of both ranks; check the network interface "
+                    f"{failure} over NCCL: nothing arrived within {timeout_seconds:.0f} s",
+                    remedy="set NCCL_DEBUG=INFO and read the logs of these ranks; check the network interface "
                     "(NCCL_SOCKET_IFNAME) and the firewall between the hosts",
                 )
             time.sleep(_POLL_SECONDS)

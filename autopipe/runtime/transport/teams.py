@@ -117,13 +117,20 @@ def channels_of(channels: Iterable[Channel], size: int) -> list[Channel]:
 
 
 def groups_of(groups: Iterable[Sequence[int]], num_ranks: int, size: int) -> list[tuple[int, ...]]:
-    """Return the groups of processes that compute sums, for those of ranks.
+    """Return the groups of processes that compute sums on their devices, for those of ranks.
 
-    They are the same member of each group, the same member of all ranks (what ranks agree on), and each team.
+    They are the same member of each group, and each team.
     """
-    of_ranks = {tuple(group) for group in groups} | ({tuple(range(num_ranks))} if num_ranks > 1 else set())
-    members = {tuple(rank * size + member for rank in group) for group in of_ranks for member in range(size)}
+    members = {tuple(rank * size + member for rank in group) for group in groups for member in range(size)}
     return sorted(members | {tuple(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)})
 
 
-__all__ = ["TeamTransport", "channels_of", "groups_of"]
+def agreeing_groups(num_ranks: int, size: int) -> list[tuple[int, ...]]:
+    """Return the groups of processes that ``TeamTransport.agree`` sums CPU tensors over: a member of all ranks.
+
+    They need no communicator of NCCL, which would take device memory and a stream.
+    """
+    return [tuple(range(member, num_ranks * size, size)) for member in range(size)] if num_ranks > 1 else []
+
+
+__all__ = ["TeamTransport", "agreeing_groups", "channels_of", "groups_of"]

@@ -6,11 +6,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.nccl.exchanges import compared, order_matters
 from support.ranks import run_ranks
 
 from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import ProcessTransport
+from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, groups_of
 
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)
@@ -142,6 +144,46 @@ def test_a_sum_of_any_size_is_in_the_order_of_the_ranks(world: int) -> None:
     # gloo's ring starts each part of a tensor at a different rank, which rounds differently with three ranks
     answers = run_ranks(ordered_sums, world)
     assert all(len(answer) == 10 and all(answer) for answer in answers)
+
+
+def scattered_and_gathered(rank: int, world: int) -> dict[str, bool]:
+    everyone, ends = tuple(range(world)), (0, world - 1)
+    transport = ProcessTransport(CHANNELS, sorted({everyone, ends}))
+    equal = compared(transport, everyone)
+    if rank in ends:
+        equal |= {f"{name}, some ranks": each for name, each in compared(transport, ends).items()}
+    total = torch.ones(3) * rank
+    transport.all_reduce(everyone, total)  # the group continues with other sums
+    equal["sum"] = total.tolist() == [sum(everyone)] * 3
+    transport.close()
+    return equal
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parts_are_summed_in_the_order_of_the_ranks_and_gathered(world: int) -> None:
+    assert order_matters(world) == (world > 2)
+    for equal in run_ranks(scattered_and_gathered, world):
+        assert len(equal) > 50 and all(equal.values()), [name for name in equal if not equal[name]]
+
+
+def in_teams(rank: int, world: int) -> list[list[float]]:
+    """Teams of two: member 0 of rank 0 is process 0, and member 1 of rank 1 process 3."""
+    groups = [*groups_of([(0, 1)], 2, 2), *agreeing_groups(2, 2)]
+    team = TeamTransport(ProcessTransport(CHANNELS, sorted(set(groups))), 2)
+    parts, vote = torch.tensor([[10.0**rank], [2 * 10.0**rank]]), torch.tensor([10.0**rank])
+    results = [team.add_parts(parts), team.gather(parts[0]).flatten()]
+    team.agree(vote)
+    team.close()
+    return [tensor.tolist() for tensor in (*results, vote)]
+
+
+def test_exchanges_of_a_team_include_its_members_only() -> None:
+    assert run_ranks(in_teams, 4) == [
+        [[11.0], [1.0, 10.0], [101.0]],
+        [[22.0], [1.0, 10.0], [1010.0]],
+        [[1100.0], [100.0, 1000.0], [101.0]],
+        [[2200.0], [100.0, 1000.0], [1010.0]],
+    ]
 
 
 def one_leaves(rank: int, world: int, connected: bool) -> str:

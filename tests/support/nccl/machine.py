@@ -3,8 +3,9 @@
 Each rank has a processor that issues operations in program order, CUDA streams, and hardware queues to which the
 streams are mapped. A stream runs its operations one after the other. A queue starts its operations in order: one that
 must wait (for its stream or an event) blocks those behind it, of other streams too. Transfers of a communicator run on
-one stream in order; a send and its receive end together, when both run. So do sums, when all members run. The
-processor stops while ``depth`` operations are unfinished, and where the program waits for the device.
+one stream in order; a send and its receive end together, when both run. So do collectives, when all members run. The
+processor stops while ``depth`` operations are unfinished, where the program waits for the device, and at a sum over
+gloo until all members have reached it.
 
 Sources: CUDA C++ Programming Guide, section "Streams"; NCCL user guide, "Group calls" and "Point-to-point"; torch's
 ProcessGroupNCCL (a stream of the pool for each communicator, ``wait`` orders streams). Time has no meaning here.
@@ -17,13 +18,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 COMPUTE = "compute"  # the stream of kernels
+COLLECTIVES = ("sum", "reduce-scatter", "all-gather")
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
     """One operation on a stream, or an action of the processor."""
 
-    kind: str  # "kernel", "send", "receive", "sum"; of the processor: "synchronize", "gloo-send", "gloo-receive"
+    # "kernel", "send", "receive", a collective;
+    # of the processor: "synchronize", "gloo-send", "gloo-receive", "gloo-sum"
+    kind: str
     stream: Hashable = None  # "compute", or the communicator; None: the processor
     after: tuple[Operation, ...] = ()  # events that it waits for
     tensor: Hashable = None  # what is transferred: its shape identifies it
@@ -127,7 +131,7 @@ class _Machine:
             return False
         operation = state.operations[state.issued]
         if operation.stream is None:
-            if not self._act(operation, state):
+            if not self._act(rank, operation, state):
                 return False
             operation.done = True
         else:
@@ -142,9 +146,11 @@ class _Machine:
         state.issued += 1
         return True
 
-    def _act(self, operation: Operation, state: _Rank) -> bool:
+    def _act(self, rank: int, operation: Operation, state: _Rank) -> bool:
         if operation.kind == "synchronize":
             return state.synchronized
+        if operation.kind == "gloo-sum":
+            return self._meet(rank, operation)
         if operation.kind == "gloo-send":
             self.mail[operation.tensor] += 1
             return True
@@ -152,6 +158,17 @@ class _Machine:
             return False
         self.mail[operation.tensor] -= 1
         return True
+
+    def _meet(self, rank: int, operation: Operation) -> bool:
+        if not operation.done:
+            arrived = self.running["gloo", operation.members]
+            arrived[rank] = operation
+            if len(arrived) == len(operation.members):
+                _check_ends(list(arrived.values()))
+                for each in arrived.values():
+                    each.done = True
+                arrived.clear()
+        return operation.done
 
     def _start(self, rank: int, state: _Rank, operation: Operation) -> bool:
         before = state.before.get(operation)
@@ -182,5 +199,6 @@ class _Machine:
 def _check_ends(operations: list[Operation]) -> None:
     kinds = sorted(operation.kind for operation in operations)
     tensors = {operation.tensor for operation in operations}
-    if len(tensors) > 1 or (kinds != ["receive", "send"] and set(kinds) != {"sum"}):
+    is_collective = len(set(kinds)) == 1 and kinds[0] in (*COLLECTIVES, "gloo-sum")
+    if len(tensors) > 1 or (kinds != ["receive", "send"] and not is_collective):
         raise OrderMismatch(", ".join(f"{o.kind} of {o.tensor} ({o.label})" for o in operations))

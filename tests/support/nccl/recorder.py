@@ -1,7 +1,7 @@
 """Run the executor and the transport of a rank over a stand-in for torch.distributed, and record what they ask of it.
 
 Only the computation is replaced: stages return empty tensors on a fake GPU. The order of receives, sends, waits and
-sums, and the communicators, are those of training.
+sums, and the communicators, are those of training. If ranks are teams, each member is recorded (``team_stage``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.executor import Executor, Microbatch
 from autopipe.runtime.transport import distributed, nccl
 from autopipe.runtime.transport.communicators import Communicators
+from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
 from autopipe.schedules import lower, make, turns
-from support.nccl.machine import COMPUTE, Operation, Program
+from support.fake_gpu import allow_cuda
+from support.nccl.machine import COLLECTIVES, COMPUTE, Operation, Program
+from support.nccl.team_stage import MemberRunner, MemberStepper
 
 CUDA = torch.device("cuda", 0)
 
@@ -31,15 +34,16 @@ CUDA = torch.device("cuda", 0)
 class Work:
     """The handle of an operation, as torch returns it."""
 
-    def __init__(self, recorder: Recorder, operation: Operation) -> None:
-        self.recorder, self.operation = recorder, operation
+    def __init__(self, recorder: Recorder, operation: Operation, tensor: torch.Tensor | None = None) -> None:
+        self.recorder, self.operation, self.tensor = recorder, operation, tensor
 
-    def wait(self) -> None:
+    def wait(self) -> torch.Tensor | None:
         """Order the compute stream after the operation; over gloo, the processor waits."""
         if self.operation.stream is None:
             self.recorder.add(self.operation)
         else:
             self.recorder.add(Operation("kernel", COMPUTE, (self.operation,), label="wait"))
+        return self.tensor
 
     def is_completed(self) -> bool:
         """Return True: the check of connections at the start is not modelled."""
@@ -56,6 +60,7 @@ class Recorder:
         self.program = Program()
         self.calls = 0  # of new_group
         self.label = ""  # what the executor runs now
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._last: Operation | None = None  # the newest operation on the compute stream
 
     def add(self, operation: Operation) -> Operation:
@@ -117,11 +122,33 @@ class Recorder:
         return [Work(self, self._transfer(kind, first.group, *(o.tensor for o in operations)))]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Work:
-        """Record a sum."""
+        """Record a sum. Over gloo, it happens where it is waited for."""
+        if group is None or group.backend == "gloo":
+            members = tuple(range(self.world_size)) if group is None else group.ranks
+            work = self.sum_on_host(members, tensor)
+            if not async_op:
+                work.wait()
+            return work
         return Work(self, self._transfer("sum", group, tensor))
 
+    def sum_on_host(self, members: tuple[int, ...], tensor: torch.Tensor) -> Work:
+        """Return a sum over gloo, which is recorded where it is waited for."""
+        assert not tensor.is_cuda and self.rank in members
+        return Work(self, Operation("gloo-sum", tensor=tuple(tensor.shape), members=members), tensor)
+
+    def reduce_scatter_tensor(self, total: torch.Tensor, parts: torch.Tensor, group: Any, async_op: bool) -> Work:
+        """Record a sum of which every member gets a part."""
+        assert async_op and parts.shape == (len(group.ranks), *total.shape) and parts.dtype == total.dtype
+        return Work(self, self._transfer("reduce-scatter", group, total, parts))
+
+    def all_gather_into_tensor(self, every: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Work:
+        """Record a gather."""
+        assert async_op and every.shape == (len(group.ranks), *part.shape) and every.dtype == part.dtype
+        return Work(self, self._transfer("all-gather", group, every, part))
+
     def _transfer(self, kind: str, group: Any, *tensors: torch.Tensor) -> Operation:
-        assert group.backend == "nccl" and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+        assert group.backend == "nccl" and self.rank in group.ranks
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
         after = () if self._last is None else (self._last,)  # torch orders the stream after the current one
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         return self.add(Operation(kind, group.number, after, shapes, group.ranks))
@@ -136,9 +163,11 @@ class Recorder:
 @contextlib.contextmanager
 def in_place(recorder: Recorder) -> Iterator[None]:
     """Use the recorder in place of torch.distributed, and fake tensors in place of real ones."""
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+    allow_cuda()
+    with pytest.MonkeyPatch.context() as patch, recorder.mode:
         for module in (distributed, nccl):
             patch.setattr(module, "dist", recorder)
+        patch.setattr(distributed, "OrderedSums", functools.partial(_HostSums, recorder))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: recorder)
         empty = torch.empty
         patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
@@ -156,13 +185,34 @@ class _Departures:
         """Do nothing."""
 
 
+class _HostSums:
+    """Stands in for ``OrderedSums``: a sum happens where it is waited for."""
+
+    def __init__(self, recorder: Recorder, ranks: Sequence[int], *_: Any) -> None:
+        self.recorder, self.ranks = recorder, tuple(ranks)
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        """Return a sum."""
+        return self.recorder.sum_on_host(self.ranks, tensor)
+
+
 class Run:
-    """A layout whose ranks are recorded. ``values``: in each message; ``order``: of each value, as in the plan."""
+    """A layout whose processes are recorded.
+
+    ``values``: in each message; ``order``: of each value, as in the plan; ``team``: the members of each rank.
+    """
 
     def __init__(
-        self, schedule: str, spec: ScheduleSpec, edges: StageEdges, *, values: int = 1, order: tuple[int, ...] = ()
+        self,
+        schedule: str,
+        spec: ScheduleSpec,
+        edges: StageEdges,
+        *,
+        values: int = 1,
+        order: tuple[int, ...] = (),
+        team: int = 1,
     ) -> None:
-        self.order = order
+        self.order, self.team = order, team
         self.spec = spec
         self.schedule = lower(make(schedule, spec), edges)
         self.messages = MessagePlan(
@@ -172,6 +222,11 @@ class Run:
         )
         self.channels = channels(self.messages, spec)
         self.groups = sorted({ranks for ranks in spec.stage_ranks if len(ranks) > 1})
+        self.on_host = self.groups  # groups with sums over gloo
+        if team > 1:
+            self.channels = channels_of(self.channels, team)
+            self.groups = groups_of(self.groups, spec.num_ranks, team)
+            self.on_host = sorted({*self.groups, *agreeing_groups(spec.num_ranks, team)})
         parts = self.messages.forward, self.messages.backward
         names = [value for part in parts for message in part.values() for value in message]
         # every value has its own shape, by which the model compares both ends
@@ -182,24 +237,43 @@ class Run:
         """The communicators of the run."""
         return Communicators.of(self.channels, self.groups)
 
-    def record(self, rank: int) -> Recorder:
-        """Run one rank of the run, and return what it recorded."""
-        recorder = Recorder(rank, self.spec.num_ranks)
+    @property
+    def num_processes(self) -> int:
+        """The number of processes: the members of all ranks."""
+        return self.spec.num_ranks * self.team
+
+    def transport(self) -> Any:
+        """Return the end of the process whose recorder is in place."""
+        processes = distributed.ProcessTransport(
+            self.channels, self.on_host, device=CUDA, communicators=self.communicators
+        )
+        return processes if self.team == 1 else TeamTransport(processes, self.team)
+
+    def record(self, process: int) -> Recorder:
+        """Run one process of the run, and return what it recorded."""
+        recorder = Recorder(process, self.num_processes)
         with in_place(recorder):
-            transport = distributed.ProcessTransport(
-                self.channels, self.groups, device=CUDA, communicators=self.communicators
-            )
+            transport = self.transport()
             recorder.begin()
+            runners, stepper = self._stages(transport, recorder)
             executor = Executor(
                 plan=None,  # type: ignore[arg-type]  # the executor does not read it
                 request=self.spec,
-                runners={stage: _Runner(self, stage, recorder) for stage in range(self.spec.num_stages)},  # type: ignore[misc]
-                stepper=_Stepper(self, transport, recorder),  # type: ignore[arg-type]
+                runners=runners,
+                stepper=stepper,
                 transport=transport,
                 reporter=_Reporter(recorder),  # type: ignore[arg-type]
             )
-            executor.run(turns(self.schedule, rank), self._minibatches())
+            executor.run(turns(self.schedule, transport.rank), self._minibatches())
         return recorder
+
+    def _stages(self, transport: Any, recorder: Recorder) -> tuple[dict[int, Any], Any]:
+        """Return the stages of a rank, and what steps them."""
+        own = [stage for stage, ranks in enumerate(self.spec.stage_ranks) if transport.rank in ranks]
+        if self.team == 1:
+            return {stage: _Runner(self, stage, recorder) for stage in own}, _Stepper(self, transport, recorder)
+        members = {stage: MemberRunner(self, stage, recorder, transport) for stage in own}
+        return members, MemberStepper(self, members, recorder, transport)
 
     def _minibatches(self) -> dict[int, list[Microbatch]]:
         first, m = self.spec.first_minibatch, self.spec.num_microbatches
@@ -218,6 +292,11 @@ class Run:
         number = key[0] * self.spec.num_microbatches + key[1] + 1
         names = [value for edge, values in edges.items() if edge[0] == stage for value in values]
         return {name: torch.empty((self.numbers[name], number), device=CUDA) for name in names}
+
+    @staticmethod
+    def collectives_of(recorder: Recorder) -> list[Operation]:
+        """Return the collectives that a process issued over NCCL."""
+        return [operation for operation in recorder.program.operations if operation.kind in COLLECTIVES]
 
     def messages_of(self, recorder: Recorder) -> list[Operation]:
         """Return the sends that a rank issued over NCCL."""
@@ -281,6 +360,6 @@ class _Reporter:
         self.recorder.label = activity
 
 
-def recorded(run: Run, ranks: Sequence[int] | None = None) -> list[Recorder]:
-    """Record ranks of a run, all by default."""
-    return [run.record(rank) for rank in (range(run.spec.num_ranks) if ranks is None else ranks)]
+def recorded(run: Run, processes: Sequence[int] | None = None) -> list[Recorder]:
+    """Record processes of a run, all by default."""
+    return [run.record(process) for process in (range(run.num_processes) if processes is None else processes)]

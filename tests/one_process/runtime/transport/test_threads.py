@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.nccl.exchanges import compared, order_matters
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.channel import ACTIVATION, Channel
@@ -65,3 +67,13 @@ def test_a_sum_is_the_same_on_every_rank(count: int) -> None:
     for thread in threads:
         thread.join(5)
     assert all(tensor.tolist() == [sum(range(count)), count] for tensor in tensors)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_parts_are_summed_in_the_order_of_the_ranks_and_gathered(count: int) -> None:
+    assert order_matters(count) == (count > 2)
+    hub, group = ThreadHub(count), tuple(range(count))
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(lambda rank: compared(hub.transport(rank), group), group, timeout=60))
+    for equal in answers:
+        assert len(equal) > 50 and all(equal.values()), [name for name in equal if not equal[name]]
