@@ -55,6 +55,7 @@ def write_new_recording(
     with exclusive(), torch.enable_grad():
         captured = capture(workload, allow_data_dependent=allow_data_dependent, training=training)
         captured = described_on(device_kind, captured, workload)
+    with torch.enable_grad():  # the members are threads that draw, so this one must not hold the generator
         captured = of_same_team(captured, context.plan, folder.parent, workload)
         # the strides of a batch of few samples may differ from those of more samples
         followed = captured.graph.batch

@@ -8,7 +8,7 @@ from autopipe.errors import TraceError
 from autopipe.ir.teams.axes import Axis
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.localise import of_team
-from autopipe.trace.teams.positions import find_positions
+from autopipe.trace.teams.positions import FEWEST, find_positions
 from autopipe.trace.teams.sequence import by_position
 
 
@@ -25,8 +25,8 @@ def member_of(capture: Capture, axes: Sequence[Axis], size: int, *, sequence: bo
     positions = find_positions(capture, axes, size)
     if positions.is_empty:
         raise TraceError(
-            f"--sequence-parallel: no length of the batch that {size} divides is followed by the calls of "
-            f"{capture.graph.name} from one sum over the team to the next",
+            f"--sequence-parallel: no length of the batch that {size} divides into {FEWEST} positions or more is "
+            f"followed by the calls of {capture.graph.name} from one sum over the team to the next",
             remedy=f"pad the batches to a multiple of {size}, or train without --sequence-parallel",
         )
     return by_position(member, positions)

@@ -18,6 +18,9 @@ from autopipe.trace.axes.find import Reader
 from autopipe.trace.axes.leaves import Dims
 from autopipe.trace.result import Capture
 
+FEWEST = 2
+"""Positions of a member, at least: a dimension of one element has no place in the order in memory, which the draws of a
+dropout follow, and ``squeeze()`` removes it."""
 _BORDERS = (ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, MULTIHEAD)  # sums whose results can be scattered
 _DROPOUT = ("dropout", "torch.nn.modules.dropout.Dropout")
 
@@ -58,6 +61,8 @@ class _Finder:
         self._lengths = self._reading.leaves
         self._calls = {node.name: node for node in capture.module.graph.nodes}
         self._described = {node.name: node for node in self._graph.nodes}
+        self._specs = {entry.name: entry.spec for entry in self._graph.inputs}
+        self._specs |= {node.name: node.spec for node in self._graph.nodes if node.spec is not None}
         self._in_axes = {name for axis in axes for name in axis.nodes}
         self._cut = {place.name for axis in axes for place in (*axis.parameters, *axis.state)}
         self._partial = {(node, name) for axis in axes for name in axis.partial for node in axis.nodes}
@@ -101,19 +106,20 @@ class _Finder:
         for name in self._borders:
             dims = self._dims(self._result(name))
             for leaf in {leaf for dimension in dims or [] for leaf in self._lengths.flat(dimension)}:
-                divides = leaf in self._sizes and self._lengths.size[leaf] % self._team == 0
-                if divides and leaf not in others and leaf not in lengths:
+                if leaf in self._sizes and self._divides(leaf) and leaf not in others and leaf not in lengths:
                     lengths[leaf] = self._bytes(self._assigned([leaf]))
         return sorted((leaf for leaf, count in lengths.items() if count), key=lambda leaf: -lengths[leaf])
+
+    def _divides(self, leaf: int) -> bool:
+        """Return whether each member can have equally many positions of a length, and at least ``FEWEST``."""
+        return self._lengths.size[leaf] % self._team == 0 and self._lengths.size[leaf] >= FEWEST * self._team
 
     @functools.cached_property
     def _sizes(self) -> dict[int, int | Symbol]:
         """Return the size of each leaf that is a dimension: a number, or a size of the batch that may vary."""
         by_name = {symbol.name: symbol for symbol in self._graph.symbols}
-        specs = [(entry.name, entry.spec) for entry in self._graph.inputs]
-        specs += [(node.name, node.spec) for node in self._graph.nodes if node.spec is not None]
         sizes: dict[int, int | Symbol] = {}
-        for name, spec in specs:
+        for name, spec in self._specs.items():
             for size, dimension in zip(spec.shape, self._dims(name) or (), strict=False):
                 leaves = self._lengths.flat(dimension)
                 if len(leaves) == 1 and (isinstance(size, int) or size in by_name):
@@ -122,8 +128,7 @@ class _Finder:
 
     def _bytes(self, leaves: Iterable[str]) -> int:
         sizes = {symbol.name: symbol.hint for symbol in self._graph.symbols}
-        specs = [self._described[name].spec for name in leaves]
-        return sum(spec.num_bytes(sizes) for spec in specs if spec is not None)
+        return sum(self._specs[name].num_bytes(sizes) for name in leaves if name in self._specs)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -149,13 +154,25 @@ class _Finder:
         if dims is None or len(at) != 1:
             return None
         flat = self._lengths.flat(dims[at[0]])
-        if flat.count(leaf) != 1:
+        if flat.count(leaf) != 1 or not self._follows(name, at[0], leaf):
             return None
         if flat[0] == leaf:
             return Place(at[0], None)
         if flat[-1] == leaf:
             return Place(at[0], self._sizes.get(leaf, self._lengths.size[leaf]))
         return None
+
+    def _follows(self, name: str, dimension: int, leaf: int) -> bool:
+        """Return whether a dimension of a value grows with a length of the batch, as another batch may have it.
+
+        A slice of as many positions as the captured batch happens to have does not.
+        """
+        length, spec = self._sizes.get(leaf), self._specs.get(name)
+        if spec is None or not isinstance(length, Symbol):
+            return True
+        hints = {symbol.name: symbol.hint for symbol in self._graph.symbols}
+        longer = hints | {length.name: 2 * length.hint}
+        return spec.concrete(longer)[dimension] == 2 * spec.concrete(hints)[dimension]
 
     def _has(self, name: str, leaf: int) -> bool:
         dims = self._reading.values.get(name) or self._reading.state.get(name)

@@ -22,7 +22,7 @@ from autopipe.trace.record.canonical import arguments_text
 from autopipe.trace.record.targets import qualified_name
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.arguments import floor_divided, replaced
-from autopipe.trace.teams.positions import Place, Positions
+from autopipe.trace.teams.positions import FEWEST, Place, Positions
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OF_ROWS: dict[Any, Callable[..., Any]] = {
@@ -61,10 +61,7 @@ class _Divider:
             graph,
             nodes=tuple(self._nodes),
             partial=tuple(dict.fromkeys((*graph.partial, *self._positions.partial))),
-            symbols=tuple(
-                dataclasses.replace(symbol, multiple=self._size) if symbol.name in symbols else symbol
-                for symbol in graph.symbols
-            ),
+            symbols=tuple(self._holding(s) if s.name in symbols else s for s in graph.symbols),
         )
         module = fx.GraphModule(self._of.module, self._graph, type(self._of.module).__name__)
         described = {node.name: node for node in graph.nodes}
@@ -72,6 +69,10 @@ class _Divider:
             if node.name in described:
                 node.meta["node"] = described[node.name]
         return dataclasses.replace(self._of, graph=graph, module=module, evaluation=self._evaluation)
+
+    def _holding(self, symbol: Symbol) -> Symbol:
+        """Return a size of the batch with the values that the members can divide."""
+        return dataclasses.replace(symbol, multiple=self._size, low=max(symbol.low, FEWEST * self._size))
 
     def _copy(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):

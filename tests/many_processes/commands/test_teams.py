@@ -20,9 +20,10 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.dropout = nn.Dropout(0.1)  # of each member's positions: the members of a further shape draw, too
 
     def forward(self, x):
-        return x + self.b(F.gelu(self.a(self.norm(x))))
+        return x + self.dropout(self.b(F.gelu(self.a(self.norm(x)))))
 
 
 class Net(nn.Module):
