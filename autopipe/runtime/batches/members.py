@@ -53,12 +53,14 @@ def of_same_team(captured: Capture, plan: Plan, stages: Path, batches: Batches) 
     other = (shards.keys() ^ member.shards.keys()) & read or (partial ^ {*member.partial}) & read
     symbols = captured.graph.symbols
     leaves = batches.leaves(batches.example_item(symbols[0].hint + 1 if symbols else plan.microbatch_size))
-    holds = len(verified(captured, axes, leaves, plan.team).axes) == len(axes)
-    if not other and not (holds and (not plan.workload.sequence or not difference(captured, member, axes, leaves))):
-        other = {place.name for axis in axes for place in axis.parameters}
-    if other:
+    why = f"its calls cut {min(other)} in another way than the stages do" if other else ""
+    if not why:
+        why = "; ".join(verified(captured, axes, leaves, plan.team).notes)
+    if not why and plan.workload.sequence:
+        why = difference(captured, member, axes, leaves)
+    if why:
         raise PlanError(
-            f"with --tensor-parallel {plan.team}, its calls cut {min(other)} in another way than the stages do",
+            f"with --tensor-parallel {plan.team}, {why}",
             remedy="pad the batches to one shape, or train without --tensor-parallel",
         )
     return member

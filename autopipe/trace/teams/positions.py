@@ -22,7 +22,6 @@ FEWEST = 2
 """Positions of a member, at least: a dimension of one element has no place in the order in memory, which the draws of a
 dropout follow, and ``squeeze()`` removes it."""
 _BORDERS = (ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, MULTIHEAD)  # sums whose results can be scattered
-_DROPOUT = ("dropout", "torch.nn.modules.dropout.Dropout")
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class _Finder:
 
     def _is_dropout(self, node: Node) -> bool:
         if node.kind == "call_module":
-            return node.module_type in _DROPOUT or node.module_type.endswith("Dropout")
+            return node.module_type == "Dropout"
         return node.target.rpartition(".")[2] == "dropout"
 
     def _scatters(self, border: str, leaf: int) -> bool:
