@@ -48,7 +48,7 @@ class _Divider:
         self._specs |= {node.name: node.spec for node in member.graph.nodes if node.spec is not None}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}  # of the member -> of its positions
-        self._added: dict[tuple[str, str], fx.Node] = {}  # (value, what was added for it)
+        self._added: dict[tuple[str, str, int | None], fx.Node] = {}  # (value, what was added for it, a length)
         self._inputs: dict[str, fx.Node] = {}
         self._nodes: list[Node] = []
         self._evaluation: dict[str, Arguments] = {}
@@ -152,7 +152,7 @@ class _Divider:
 
         def divide(name: str) -> fx.Node:
             arguments = (count, self._size)
-            call = self._graph.create_node("call_function", operator.floordiv, arguments, name=f"{count.name}_{name}")
+            call = self._graph.create_node("call_function", operator.floordiv, arguments, name=name)
             self._add(call, self._described.get(count.name), None)
             return call
 
@@ -174,7 +174,7 @@ class _Divider:
                 return node
 
         def read(name: str) -> fx.Node:
-            call = self._graph.create_node("call_method", "size", arguments, name=f"{symbol.input}_{name}")
+            call = self._graph.create_node("call_method", "size", arguments, name=name)
             self._add(call, None, None)
             return call
 
@@ -182,9 +182,10 @@ class _Divider:
 
     def _complete(self, value: fx.Node) -> fx.Node:
         """Return a value with all positions."""
-        if value.name not in self._positions.leaves:
+        leaf = self._positions.leaves.get(value.name)
+        if leaf is None:
             return self._values[value]
-        return self._exchanged(value, "gathered", sequence.gathered, self._rows(value.name))
+        return self._exchanged(value, "gathered", sequence.gathered, self._values[value], leaf)
 
     def _operand(self, value: fx.Node, leaf: int) -> fx.Node:
         """Return a value as a call of own positions reads it."""
@@ -195,31 +196,36 @@ class _Divider:
         if value.op == "get_attr" or value.name not in self._specs:
             return complete
         if (value.name, leaf) in self._positions.places:
-            return self._exchanged(value, f"rows_{leaf}", sequence.own_rows, self._rows(value.name, leaf), complete)
+            return self._exchanged(value, "rows", sequence.own_rows, complete, leaf)
         if self._specs[value.name].requires_grad:
-            return self._exchanged(value, "shared", team.entered, None, complete)
+            return self._exchanged(value, "shared", team.entered, complete)
         return complete
 
     def _exchanged(
-        self, value: fx.Node, what: str, function: Any, rows: Any, operand: fx.Node | None = None
+        self, value: fx.Node, what: str, function: Any, operand: fx.Node, leaf: int | None = None
     ) -> fx.Node:
+        """Return what an exchange makes of a value. ``leaf``: the length whose positions are exchanged."""
+
         def add(name: str) -> fx.Node:
-            arguments = (STAGE, operand or self._values[value], *(() if rows is None else (rows,)))
-            call = self._graph.create_node("call_function", function, arguments, name=f"{value.name}_{name}")
+            rows = () if leaf is None else (self._rows(value.name, leaf),)
+            arguments: Any = (STAGE, operand, *rows)
+            call = self._graph.create_node("call_function", function, arguments, name=name)
             call.meta = {key: entry for key, entry in value.meta.items() if key not in ("random", "node")}
-            about = self._described.get(value.name)
             spec: TensorSpec = self._specs[value.name]
-            if function is sequence.own_rows:
-                spec = self._local(spec, self._positions.places[value.name, int(what.removeprefix("rows_"))])
-            self._add(call, about, spec, storage=value.name if function is team.entered else "")
+            if function is sequence.own_rows and leaf is not None:
+                spec = self._local(spec, self._positions.places[value.name, leaf])
+            storage = value.name if function is team.entered else ""
+            self._add(call, self._described.get(value.name), spec, storage)
             return call
 
-        return self._once(value.name, what, add)
+        return self._once(value.name, what, add, leaf)
 
-    def _once(self, name: str, what: str, add: Callable[[str], fx.Node]) -> fx.Node:
-        if (name, what) not in self._added:
-            self._added[name, what] = add("rows" if what.startswith("rows_") else what)
-        return self._added[name, what]
+    def _once(self, name: str, what: str, add: Callable[[str], fx.Node], leaf: int | None = None) -> fx.Node:
+        """Return the node ``NAME_WHAT``, which ``add`` adds the first time."""
+        key = name, what, leaf
+        if key not in self._added:
+            self._added[key] = add(f"{name}_{what}")
+        return self._added[key]
 
     # --- descriptions -------------------------------------------------------------------------------------------------
 
