@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from autopipe.errors import PlanError, ScheduleError, counted
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning.build import build_plan, unreplicated_choices
+from autopipe.planning.cost.sized import cuts_of
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import (
     check_microbatches,
@@ -180,7 +180,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     Raises: PlanError if the options cannot be met with any memory.
     """
     check_cluster(cluster, options.num_ranks)
-    cuts = Cuts(profile.graph)
+    cuts = cuts_of(profile)
     if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     cuts = cuts_to_search(cuts, profile, options.num_stages)

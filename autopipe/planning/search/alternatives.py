@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.planning.build import StageChoice, build_plan
 from autopipe.planning.cost.memory import in_flight, weight_versions
+from autopipe.planning.cost.sized import CutsWithout
 from autopipe.planning.search.problem import Problem
 from autopipe.units import in_short_bytes
 
@@ -33,19 +32,6 @@ class RankedScore:
     def __call__(self, plan: Plan) -> Prediction:
         """Return the score of a plan."""
         return self.score(plan)
-
-
-class CutsWithout(Cuts):
-    """Cuts without one of their legal positions."""
-
-    def __init__(self, cuts: Cuts, position: int) -> None:
-        super().__init__(cuts.graph)
-        self._cuts, self._position = cuts, position
-
-    @functools.cached_property
-    def legal(self) -> tuple[int, ...]:
-        """The legal positions, without that one."""
-        return tuple(position for position in self._cuts.legal if position != self._position)
 
 
 def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:

@@ -31,10 +31,11 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.block_sums import BlockTables
-from autopipe.planning.cost.byte_sums import ByteSums, StageTerms
+from autopipe.planning.cost.byte_sums import StageTerms
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
 from autopipe.planning.cost.pair_sum import Array
-from autopipe.planning.cost.tables import Tables, build_tables
+from autopipe.planning.cost.sized import Sized, sized
+from autopipe.planning.cost.tables import Tables
 from autopipe.planning.options import PlanOptions
 from autopipe.schedules.kind import ScheduleKind
 
@@ -76,29 +77,36 @@ class Problem:
         return math.ceil(self.options.batch_size / self.num_microbatches)
 
     @functools.cached_property
+    def sized(self) -> Sized:
+        """The graph with these cuts at this microbatch size."""
+        return sized(self.profile, self.cuts, self.microbatch_size)
+
+    @property
     def measurement(self) -> Measurement:
         """The node costs at this microbatch size."""
-        return self.profile.at(self.microbatch_size)
+        return self.sized.measurement
 
-    @functools.cached_property
+    @property
     def atoms(self) -> Atoms:
         """The graph, divided at the legal cuts, at this microbatch size."""
-        return Atoms(self.profile.graph, self.cuts, self.measurement)
+        return self.sized.atoms
 
-    @functools.cached_property
-    def byte_sums(self) -> ByteSums:
-        """The bytes of every stage at this microbatch size."""
-        return ByteSums(self.atoms, self.profile.optimizer_bytes_per_byte)
-
-    @functools.cached_property
+    @property
     def tables(self) -> Tables:
         """The stage tables at this microbatch size."""
-        return build_tables(self.atoms, self.byte_sums)
+        return self.sized.tables
 
-    @functools.cached_property
+    @property
     def block_tables(self) -> BlockTables:
         """The stage tables of recompute by block."""
-        return self.byte_sums.by_block.tables()
+        return self.sized.block_tables
+
+    @functools.cached_property
+    def fastest_mode(self) -> str:
+        """The first of ``modes``, without a search for units where there is no need for them."""
+        if self.options.recompute == "auto" and not any(node.checkpoint for node in self.profile.graph.nodes):
+            return "never"
+        return self.modes[0]
 
     @functools.cached_property
     def modes(self) -> tuple[str, ...]:
@@ -214,7 +222,7 @@ class Problem:
     @functools.cached_property
     def _whole(self) -> StageTerms:
         """The bytes of the whole model as one stage."""
-        return self.byte_sums.along([0], by_block="block" in self.modes)[0]
+        return self.sized.terms([0], by_block="block" in self.modes)[0]
 
     def _peak_if_equal(self, stage: int, num_stages: int, mode: str) -> int:
         """Return the peak of the whole model with as many microbatches in flight as a stage has."""
@@ -224,10 +232,12 @@ class Problem:
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k with the first mode that fits, infinite where none does."""
         limit = self.limit(stage)
-        table: Array = self.stage_seconds(stage, num_stages, self.modes[0])
+        table: Array = self.stage_seconds(stage, num_stages, self.fastest_mode)
         if math.isinf(limit):
             return table
-        fits = self.stage_peak(stage, num_stages, self.modes[0]) <= limit
+        fits = self.stage_peak(stage, num_stages, self.fastest_mode) <= limit
+        if fits.all():
+            return table
         for mode in self.modes[1:]:
             if fits.all():
                 return table
