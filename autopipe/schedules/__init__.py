@@ -9,6 +9,7 @@ from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
+from autopipe.schedules.totals import Program, Totals
 from autopipe.schedules.validate import validate
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "EdgeCosts",
     "MessageBytes",
     "Option",
+    "Program",
     "ScheduleKind",
     "StageBytes",
     "StageCosts",
+    "Totals",
     "Turn",
     "layout_of",
     "lines_of",

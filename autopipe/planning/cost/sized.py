@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ class _Kept:
         self.profile = profile
         self.cuts = Cuts(profile.graph)
         self.sized: dict[tuple[int, int], Sized] = {}  # by identity of the cuts, and microbatch size
+        self.work_seconds: dict[int, float] = {}  # by microbatch size
 
 
 _RECENT: list[_Kept] = []  # the newest last
@@ -132,6 +134,15 @@ def sized(profile: Profile, cuts: Cuts, microbatch_size: int) -> Sized:
         del known[oldest]
     known[key] = Sized(profile, cuts, microbatch_size)
     return known[key]
+
+
+def work_seconds(profile: Profile, microbatch_size: int) -> float:
+    """Return the seconds of the forward and backward of all nodes, for a microbatch of this size."""
+    known = _kept(profile).work_seconds
+    if microbatch_size not in known:
+        costs = profile.at(microbatch_size).costs.values()
+        known[microbatch_size] = math.fsum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+    return known[microbatch_size]
 
 
 def forget() -> None:
