@@ -277,7 +277,12 @@ def solve_problem(problem: Problem) -> Plan | None:
 def _solve_equal(problem: Problem) -> Plan | None:
     """Return the best plan whose stages do not differ in their replicas, or None if no plan fits the memory."""
     stages = problem.options.num_stages
-    best, starts = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+    known, key = problem.sized.searched, problem.searched_as
+    if key is None or key not in known:
+        searched = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+        if key is not None:
+            known[key] = searched
+    best, starts = searched if key is None else known[key]
     if math.isinf(best) and stages > problem.options.num_groups:
         divided = _divided_by_need(problem)
         return None if divided is None else _solve_equal(divided)

@@ -25,8 +25,9 @@ class Sized:
 
     def __init__(self, profile: Profile, cuts: Cuts, microbatch_size: int) -> None:
         self.profile, self.cuts, self.microbatch_size = profile, cuts, microbatch_size
-        # the first atoms of the stages of the best plan, by what determines it (``Problem.searched``)
+        # the first atoms of the stages of the best plan, by what determines it (``Problem.searched_as``)
         self.searched: dict[Any, tuple[float, tuple[int, ...]]] = {}
+        self.searched_without: dict[int, dict[Any, tuple[float, tuple[int, ...]]]] = {}  # by the cut that is excluded
 
     @functools.cached_property
     def measurement(self) -> Measurement:
@@ -64,6 +65,7 @@ class SizedWithout(Sized):
     def __init__(self, whole: Sized, cuts: Cuts, position: int) -> None:
         super().__init__(whole.profile, cuts, whole.microbatch_size)
         self._whole, self._position = whole, position
+        self.searched = whole.searched_without.setdefault(position, {})
 
     @functools.cached_property
     def measurement(self) -> Measurement:
