@@ -1,5 +1,6 @@
 """Schedules: pure functions from a plan's layout to rows of instructions, and their validation and simulation."""
 
+from autopipe.schedules.bounds import least_seconds
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
@@ -25,6 +26,7 @@ __all__ = [
     "Totals",
     "Turn",
     "layout_of",
+    "least_seconds",
     "lines_of",
     "lower",
     "make",

@@ -18,7 +18,7 @@ from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.timeline import Timeline
 from autopipe.planning.spilled.costs import spill_costs
 from autopipe.planning.teams import ring_seconds
-from autopipe.schedules import REGISTRY, Costs, EdgeCosts, Program, StageCosts, lower, make, simulate
+from autopipe.schedules import REGISTRY, Costs, EdgeCosts, Program, StageCosts, least_seconds, lower, make, simulate
 from autopipe.schedules.costs import SpillCosts
 
 WINDOW = 8
@@ -106,6 +106,18 @@ def _program(plan: Plan, message_plan: MessagePlan, num_minibatches: int) -> Pro
         for oldest in list(_PROGRAMS)[:-_KEPT]:
             del _PROGRAMS[oldest]
     return program
+
+
+def least_step_seconds(plan: Plan, profile: Profile, cluster: Cluster) -> float:
+    """Return a lower bound of the step that ``predict`` returns, without a simulation; 0 if none is known."""
+    kind = REGISTRY[plan.schedule]
+    one_each = len({rank for stage in plan.stages for rank in stage.ranks}) == len(plan.stages)
+    if kind.spills or kind.splits_backward or not kind.synchronous or plan.schedule_text or not one_each:
+        return 0.0
+    if any(stage.replicas > 1 for stage in plan.stages):
+        return 0.0
+    edges = MessagePlan.of(plan, profile.graph).edges
+    return least_seconds(costs_of(plan, profile, cluster), plan.num_microbatches, edges.forward, edges.backward)
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:

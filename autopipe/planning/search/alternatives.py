@@ -28,6 +28,7 @@ class RankedScore:
 
     score: Score
     most: int  # plans
+    least: Callable[[Plan], float] = lambda plan: 0.0  # a lower bound of the seconds of a step with this score
 
     def __call__(self, plan: Plan) -> Prediction:
         """Return the score of a plan."""
@@ -68,7 +69,13 @@ def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Ca
             plans.extend(runners_up(problem, plan, solve)[: most - len(plans)])
     whole = sorted(whole_model_plans([problem for problem, _ in pairs]), key=lambda plan: plan.predicted.step_seconds)
     different = {(plan.digest, plan.num_microbatches): plan for plan in (*plans, *whole[:most])}
-    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in different.values()]
+    scored: list[Plan] = []
+    fastest = math.inf
+    for plan in different.values():
+        if fastest < math.inf and isinstance(score, RankedScore) and score.least(plan) > fastest:
+            continue  # it cannot be the best
+        scored.append(dataclasses.replace(plan, predicted=score(plan)))
+        fastest = min(fastest, scored[-1].predicted.step_seconds)
     return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
 
 
