@@ -49,6 +49,20 @@ def make_plan(
     Raises: PlanError if no plan is valid or fits the memory, with the numbers and a change that would fit.
     """
     progress = progress or SearchProgress()
+    plan = _search(profile, cluster, options, score, progress, math.inf)
+    assert plan is not None  # no limit rules out all plans
+    return plan
+
+
+def _search(
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions,
+    score: Score | None,
+    progress: SearchProgress,
+    limit: float,
+) -> Plan | None:
+    """Return the best plan: see ``make_plan``. None if bounds prove that no plan takes less than ``limit`` seconds."""
     problems = make_problems(profile, cluster, options)
     progress.total = max(progress.total, progress.tried + len(problems))
     kind = options.schedule_kind
@@ -66,7 +80,7 @@ def make_plan(
         best = _fastest(runnable)
         if score is None or kind.spills:  # the search for spilled stages has simulated its plans
             return best
-        return best_by_score(runnable, score, solve_problem)
+        return best_by_score(runnable, score, solve_problem, limit)
     except KeyboardInterrupt:
         usable: list[tuple[Problem, Plan]] = []
         with contextlib.suppress(PlanError):
@@ -131,7 +145,7 @@ def make_best_plan(
     # A plan that is slower than the fastest one by this factor may replace others before it, but the fastest one still
     # replaces those: from the moment at which it would be the best, the best plan with and without it are both slower
     # than the fastest by ``1 + least_gain`` or more, because they differ by at most that factor for each option since.
-    slower = (1 + least_gain) ** (len(choices) + 1)
+    slower = (1 + least_gain) ** (len(choices) + 2)
     plans: dict[int, Plan] = {}
     errors: dict[int, PlanError] = {}
     least, at, before = math.inf, 0, progress.tried
@@ -141,7 +155,8 @@ def make_best_plan(
         if bounds[index] > least * (slower if index < at else 1):
             continue
         try:
-            plan = make_plan(profile, cluster, choices[index], score=score, progress=progress)
+            limit = least * slower if index < at else least
+            plan = _search(profile, cluster, choices[index], score, progress, limit)
         except PlanError as error:
             errors[index] = error
             continue
@@ -150,6 +165,8 @@ def make_best_plan(
                 raise
             progress.stopped = True
             break
+        if plan is None:
+            continue
         plans[index] = plan
         if plan.predicted.step_seconds < least:
             least, at = plan.predicted.step_seconds, index

@@ -55,8 +55,15 @@ def most_scored(score: Score) -> int:
     return score.most if isinstance(score, RankedScore) else MOST_SCORED
 
 
-def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
+def best_by_score(
+    pairs: Sequence[tuple[Problem, Plan]],
+    score: Score,
+    solve: Callable[[Problem], Plan | None],
+    limit: float = math.inf,
+) -> Plan | None:
     """Return the best plan by ``score`` among about 20 that are best by the closed-form estimate.
+
+    ``limit``: seconds of a step. If bounds prove that none of the plans takes less, the result is None.
 
     These are the best plan of each problem, and runners-up. The whole model on each rank is always among them, because
     the estimate ignores part of the cost of messages.
@@ -72,11 +79,13 @@ def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Ca
     scored: list[Plan] = []
     fastest = math.inf
     for plan in different.values():
-        if fastest < math.inf and isinstance(score, RankedScore) and score.least(plan) > fastest:
-            continue  # it cannot be the best
+        if min(fastest, limit) < math.inf and isinstance(score, RankedScore):
+            least = score.least(plan)
+            if least > fastest or least >= limit:
+                continue  # it cannot be the best
         scored.append(dataclasses.replace(plan, predicted=score(plan)))
         fastest = min(fastest, scored[-1].predicted.step_seconds)
-    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches), default=None)
 
 
 def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:

@@ -170,7 +170,8 @@ class Problem:
 
     def _links(self, stage: int, num_stages: int) -> tuple[Level | None, Level | None]:
         """Return the links to the stage before and the stage behind; None if there is none, or on the same ranks."""
-        ranks, links = self.ranks_of(stage), []
+        ranks = self.ranks_of(stage)
+        links: list[Level | None] = []
         for other in (stage - 1, stage + 1):
             if not 0 <= other < num_stages or self.ranks_of(other) == ranks:
                 links.append(None)
