@@ -184,7 +184,8 @@ def make_best_plan(
 
 def cannot_beat(best: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
     """Return whether no plan of the options can be faster than a known one: see ``least_step_seconds``."""
-    return least_step_seconds(profile, cluster, options) >= best.predicted.step_seconds
+    least = least_step_seconds(profile, cluster, options)
+    return least > 0 and least >= best.predicted.step_seconds
 
 
 def least_step_seconds(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:

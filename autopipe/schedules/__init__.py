@@ -1,6 +1,6 @@
 """Schedules: pure functions from a plan's layout to rows of instructions, and their validation and simulation."""
 
-from autopipe.schedules.bounds import least_seconds
+from autopipe.schedules.seconds.bounds import least_seconds
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
@@ -10,7 +10,7 @@ from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
-from autopipe.schedules.totals import Program, Totals
+from autopipe.schedules.seconds.program import Program, Totals
 from autopipe.schedules.validate import validate
 
 __all__ = [
