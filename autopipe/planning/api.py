@@ -142,9 +142,9 @@ def make_best_plan(
     """
     progress = progress or SearchProgress()
     bounds = [least_step_seconds(profile, cluster, options) for options in choices]
-    # A plan that is slower than the fastest one by this factor may replace others before it, but the fastest one still
-    # replaces those: from the moment at which it would be the best, the best plan with and without it are both slower
-    # than the fastest by ``1 + least_gain`` or more, because they differ by at most that factor for each option since.
+    # Let the fastest plan take x seconds. Options before it may be left out if all of their plans take more than
+    # ``slower * x``: they can change which plan is best for a while, but each later options move that plan by a factor
+    # of at most ``1 + least_gain``, so it is still slower than the fastest plan by more than that, and is replaced.
     slower = (1 + least_gain) ** (len(choices) + 2)
     plans: dict[int, Plan] = {}
     errors: dict[int, PlanError] = {}

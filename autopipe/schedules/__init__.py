@@ -1,6 +1,5 @@
 """Schedules: pure functions from a plan's layout to rows of instructions, and their validation and simulation."""
 
-from autopipe.schedules.seconds.bounds import least_seconds
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
@@ -9,8 +8,9 @@ from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, stag
 from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
-from autopipe.schedules.simulate import simulate
+from autopipe.schedules.seconds.bounds import least_seconds
 from autopipe.schedules.seconds.program import Program, Totals
+from autopipe.schedules.simulate import simulate
 from autopipe.schedules.validate import validate
 
 __all__ = [
