@@ -145,8 +145,3 @@ def work_seconds(profile: Profile, microbatch_size: int) -> float:
         costs = profile.at(microbatch_size).costs.values()
         known[microbatch_size] = math.fsum(cost.forward_seconds + cost.backward_seconds for cost in costs)
     return known[microbatch_size]
-
-
-def forget() -> None:
-    """Free the tables of the searches so far."""
-    _RECENT.clear()
