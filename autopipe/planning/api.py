@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from autopipe.errors import PlanError, ScheduleError, counted
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning.build import build_plan, unreplicated_choices
+from autopipe.planning.cost.sized import cuts_of, work_seconds
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import (
     check_microbatches,
@@ -49,6 +49,20 @@ def make_plan(
     Raises: PlanError if no plan is valid or fits the memory, with the numbers and a change that would fit.
     """
     progress = progress or SearchProgress()
+    plan = _search(profile, cluster, options, score, progress, math.inf)
+    assert plan is not None  # no limit rules out all plans
+    return plan
+
+
+def _search(
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions,
+    score: Score | None,
+    progress: SearchProgress,
+    limit: float,
+) -> Plan | None:
+    """Return the best plan: see ``make_plan``. None if bounds prove that no plan takes less than ``limit`` seconds."""
     problems = make_problems(profile, cluster, options)
     progress.total = max(progress.total, progress.tried + len(problems))
     kind = options.schedule_kind
@@ -66,7 +80,7 @@ def make_plan(
         best = _fastest(runnable)
         if score is None or kind.spills:  # the search for spilled stages has simulated its plans
             return best
-        return best_by_score(runnable, score, solve_problem)
+        return best_by_score(runnable, score, solve_problem, limit)
     except KeyboardInterrupt:
         usable: list[tuple[Problem, Plan]] = []
         with contextlib.suppress(PlanError):
@@ -120,58 +134,92 @@ def make_best_plan(
 ) -> Plan:
     """Return the fastest plan over several options, such as schedules or numbers of stages per rank.
 
-    Options without a plan are skipped, and so are those with equal replicas that cannot beat the best plan before. A
-    plan of later options must be faster than the best one before by the fraction ``least_gain``. An interrupt has the
-    same effect as in ``make_plan``.
+    A plan of later options must be faster than the best one before by the fraction ``least_gain``. Options without a
+    plan are skipped, and so are those whose bound (``least_step_seconds``) proves that they cannot change the choice:
+    those with the least bound are searched first. An interrupt has the same effect as in ``make_plan``.
 
     Raises: PlanError of the first options if none of them has a plan.
     """
     progress = progress or SearchProgress()
-    best: Plan | None = None
-    first: PlanError | None = None
-    before = progress.tried
-    for done, options in enumerate(choices):
+    bounds = [least_step_seconds(profile, cluster, options) for options in choices]
+    # Let the fastest plan take x seconds. Options before it may be left out if all of their plans take more than
+    # ``slower * x``: they can change which plan is best for a while, but each later options move that plan by a factor
+    # of at most ``1 + least_gain``, so it is still slower than the fastest plan by more than that, and is replaced.
+    slower = (1 + least_gain) ** (len(choices) + 2)
+    plans: dict[int, Plan] = {}
+    errors: dict[int, PlanError] = {}
+    least, at, before = math.inf, 0, progress.tried
+    for done, index in enumerate(sorted(range(len(choices)), key=bounds.__getitem__)):
         each = (progress.tried - before) // done if done else 1
         progress.total = progress.tried + each * (len(choices) - done)
-        if options.replicas > 1 and best is not None and cannot_beat(best, profile, cluster, options):
+        if bounds[index] > least * (slower if index < at else 1):
             continue
         try:
-            plan = make_plan(profile, cluster, options, score=score, progress=progress)
+            limit = least * slower if index < at else least
+            plan = _search(profile, cluster, choices[index], score, progress, limit)
         except PlanError as error:
-            first = first or error
+            errors[index] = error
             continue
         except KeyboardInterrupt:
-            if best is None:
+            if not plans:
                 raise
             progress.stopped = True
             break
-        if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second * (1 + least_gain):
-            best = plan
+        if plan is None:
+            continue
+        plans[index] = plan
+        if plan.predicted.step_seconds < least:
+            least, at = plan.predicted.step_seconds, index
         if progress.stopped:
             break
-    if best is None:
-        raise first or PlanError("nothing to choose from: no options were given")
+    if not plans:
+        raise errors[min(errors)] if errors else PlanError("nothing to choose from: no options were given")
+    best: Plan | None = None
+    for _, plan in sorted(plans.items()):
+        if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second * (1 + least_gain):
+            best = plan
+    assert best is not None  # there is a plan
     return best
 
 
 def cannot_beat(best: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
-    """Return whether no plan of the options can be faster than a known one.
+    """Return whether no plan of the options can be faster than a known one: see ``least_step_seconds``."""
+    least = least_step_seconds(profile, cluster, options)
+    return least > 0 and least >= best.predicted.step_seconds
 
-    It cannot if computation and bubble alone take as long, with stages that are equally long.
+
+def least_step_seconds(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
+    """Return a lower bound of the step of every plan of the options; 0 if none is known.
+
+    The ranks share the computation of m microbatches, so one of them takes m W / p or more. If each stage has one rank
+    and sends every gradient at the end of a backward, stage s waits for one microbatch at the stages before it, and
+    they for its last one::
+
+        step >= max_s (m t_s + sum of t_u, u < s) >= W / (1 - (1 - 1/m)^p)     equal for t_s = (1 - 1/m) t_(s-1)
+
+    With equal replicas, it is the computation and the bubble, with stages that are equally long.
     """
+    kind = options.schedule_kind
+    if kind.spills or not kind.synchronous:
+        return 0.0  # the prediction of steps that overlap is a difference of two simulations
     try:
         fixed = microbatch_count(options)
         counts = candidate_counts(profile, options) if fixed is None else (fixed,)
     except PlanError:
-        return False  # the search will raise it
+        return 0.0  # the search will raise it
     p, v, least = options.num_groups, options.stages_per_rank, math.inf
-    # a split backward fills a part of the bubble
-    fill = 0.0 if options.schedule_kind.splits_backward else (p - 1) / (p * v)
     for count in counts:
-        measurement = profile.at(math.ceil(options.batch_size / count))
-        work = math.fsum(cost.forward_seconds + cost.backward_seconds for cost in measurement.costs.values())
-        least = min(least, work * (math.ceil(count / options.replicas) / p + fill))
-    return least / max(device.speed for device in cluster.devices) >= best.predicted.step_seconds
+        microbatches = count / p
+        if options.replicas > 1:
+            # a split backward fills a part of the bubble
+            fill = 0.0 if kind.splits_backward else (p - 1) / (p * v)
+            microbatches = math.ceil(count / options.replicas) / p + fill
+        elif v == 1 and not options.may_replicate and not options.stage_ranks and not kind.splits_backward:
+            microbatches = 1 / (1 - (1 - 1 / count) ** p)
+        work = work_seconds(profile, math.ceil(options.batch_size / count))
+        least = min(least, work * microbatches)
+    # the sums are added in another order
+    return least * (1 - 1e-9) / max(device.speed for device in cluster.devices)
 
 
 def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:
@@ -180,7 +228,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     Raises: PlanError if the options cannot be met with any memory.
     """
     check_cluster(cluster, options.num_ranks)
-    cuts = Cuts(profile.graph)
+    cuts = cuts_of(profile)
     if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     cuts = cuts_to_search(cuts, profile, options.num_stages)
@@ -247,7 +295,12 @@ def solve_problem(problem: Problem) -> Plan | None:
 def _solve_equal(problem: Problem) -> Plan | None:
     """Return the best plan whose stages do not differ in their replicas, or None if no plan fits the memory."""
     stages = problem.options.num_stages
-    best, starts = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+    known, key = problem.sized.searched, problem.searched_as
+    if key is None or key not in known:
+        searched = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+        if key is not None:
+            known[key] = searched
+    best, starts = searched if key is None else known[key]
     if math.isinf(best) and stages > problem.options.num_groups:
         divided = _divided_by_need(problem)
         return None if divided is None else _solve_equal(divided)

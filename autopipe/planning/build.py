@@ -39,12 +39,19 @@ def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageC
     edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
     positions = [problem.tables.edges[atom] for atom in edges]
     choices = []
-    modes = problem.modes
-    for stage, terms in enumerate(problem.byte_sums.along(positions[:-1], by_block="block" in modes)):
+    fastest = problem.fastest_mode
+    every = problem.sized.terms(positions[:-1], by_block=fastest == "block")
+    with_units: list[StageTerms] = []
+    for stage, terms in enumerate(every):
         in_flight, versions = problem.in_flight_and_versions(stage, count)
-        waiting, limit = problem.waiting(stage), problem.limit(stage)
-        fitting = (mode for mode in modes if terms.peak(in_flight, versions, mode, waiting, problem.sharing) <= limit)
-        recompute = next(fitting, modes[-1])
+        waiting, limit, recompute = problem.waiting(stage), problem.limit(stage), fastest
+        if terms.peak(in_flight, versions, fastest, waiting, problem.sharing) > limit:
+            modes = problem.modes
+            with_units = with_units or problem.sized.terms(positions[:-1], by_block="block" in modes)
+            peaks = {
+                mode: with_units[stage].peak(in_flight, versions, mode, waiting, problem.sharing) for mode in modes
+            }
+            recompute = next((mode for mode in modes if peaks[mode] <= limit), modes[-1])
         seconds = problem.stage_seconds(stage, count, recompute, (edges[stage], edges[stage + 1]))
         choices.append(
             StageChoice(
@@ -111,7 +118,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     )
     exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
     by_block = any(choice.recompute == "block" for choice in choices)
-    terms = problem.byte_sums.along(edges[:-1], by_block=by_block)
+    terms = problem.sized.terms(edges[:-1], by_block=by_block)
     stages = tuple(_stage(problem, index, choice, state[index], terms[index]) for index, choice in enumerate(choices))
     check_every_parameter(graph, stages)
     num_used = 1 + max(rank for stage in stages for rank in stage.ranks)
@@ -187,7 +194,7 @@ def _units(problem: Problem, choice: StageChoice) -> tuple[tuple[int, int], ...]
 
 def _notes_of_checkpoints(problem: Problem, stages: Sequence[Stage]) -> tuple[str, ...]:
     """Return notes on the user's calls of checkpoint() that a stage does not recompute as units."""
-    graph, units = problem.profile.graph, problem.atoms.units
+    graph = problem.profile.graph
     calls = {node.checkpoint for node in graph.nodes} - {0}
     if not calls or problem.options.recompute == "never":
         return ()
@@ -196,7 +203,7 @@ def _notes_of_checkpoints(problem: Problem, stages: Sequence[Stage]) -> tuple[st
             f"{problem.kind.name} keeps the activations of the model's checkpoint() calls, because it splits the "
             "backward; other schedules recompute them",
         )
-    missing = len(calls) - len(units.spans)
+    missing = len(calls) - len(problem.atoms.units.spans)
     if not missing:
         return ()
     return (

@@ -11,7 +11,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.planning.api import candidate_counts
-from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, predict
+from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, least_step_seconds, predict
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import microbatch_count
 from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
@@ -30,7 +30,8 @@ def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOp
     largest = max(1, *(_largest(profile, options, stages) for options in choices))
     if largest > MOST_SIMULATED_ONCE:
         return RankedScore(lambda plan: plan.predicted, 1)
-    return RankedScore(simulated(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
+    most = max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest))
+    return RankedScore(simulated(profile, cluster), most, lambda plan: least_step_seconds(plan, profile, cluster))
 
 
 def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:

@@ -8,6 +8,8 @@ from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, stag
 from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
+from autopipe.schedules.seconds.bounds import least_seconds
+from autopipe.schedules.seconds.program import Program, Totals
 from autopipe.schedules.simulate import simulate
 from autopipe.schedules.validate import validate
 
@@ -17,11 +19,14 @@ __all__ = [
     "EdgeCosts",
     "MessageBytes",
     "Option",
+    "Program",
     "ScheduleKind",
     "StageBytes",
     "StageCosts",
+    "Totals",
     "Turn",
     "layout_of",
+    "least_seconds",
     "lines_of",
     "lower",
     "make",

@@ -6,6 +6,8 @@ several are simulated, and the time that one minibatch adds is the time of a ste
 
 from __future__ import annotations
 
+from typing import Any
+
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.gradients import num_buckets
 from autopipe.ir.messages import Edge, MessagePlan, message_bytes
@@ -16,12 +18,15 @@ from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.timeline import Timeline
 from autopipe.planning.spilled.costs import spill_costs
 from autopipe.planning.teams import ring_seconds
-from autopipe.schedules import REGISTRY, Costs, EdgeCosts, StageCosts, lower, make, simulate
+from autopipe.schedules import REGISTRY, Costs, EdgeCosts, Program, StageCosts, least_seconds, lower, make, simulate
 from autopipe.schedules.costs import SpillCosts
 
 WINDOW = 8
 # pairs of a rank and a microbatch that take about ten seconds to simulate
 MOST_SIMULATED_ONCE = 200_000
+# programs that are kept for other plans with the same schedule, stages and messages, and the most pairs of each
+_KEPT, _MOST_KEPT = 16, 4096
+_PROGRAMS: dict[tuple[Any, ...], Program] = {}
 
 
 def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
@@ -90,19 +95,47 @@ def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches:
     return simulate(lowered, costs_of(plan, profile, cluster))
 
 
+def _program(plan: Plan, message_plan: MessagePlan, num_minibatches: int) -> Program:
+    """Return the instructions of some minibatches. Those of small plans are kept, for others that differ in times."""
+    spec, edges = plan.request(num_minibatches), message_plan.edges
+    layout = spec.stage_ranks, spec.num_microbatches, num_minibatches, spec.text
+    key = (plan.schedule, *layout, tuple(sorted(spec.options.items())), edges)
+    program = _PROGRAMS.pop(key, None) or Program(lower(make(plan.schedule, spec), edges))
+    if spec.num_ranks * spec.num_microbatches * num_minibatches <= _MOST_KEPT:
+        _PROGRAMS[key] = program  # the newest last
+        for oldest in list(_PROGRAMS)[:-_KEPT]:
+            del _PROGRAMS[oldest]
+    return program
+
+
+def least_step_seconds(plan: Plan, profile: Profile, cluster: Cluster) -> float:
+    """Return a lower bound of the step that ``predict`` returns, without a simulation; 0 if none is known."""
+    kind = REGISTRY[plan.schedule]
+    one_each = len({rank for stage in plan.stages for rank in stage.ranks}) == len(plan.stages)
+    if kind.spills or kind.splits_backward or not kind.synchronous or plan.schedule_text or not one_each:
+        return 0.0
+    if any(stage.replicas > 1 for stage in plan.stages):
+        return 0.0
+    edges = MessagePlan.of(plan, profile.graph).edges
+    return least_seconds(costs_of(plan, profile, cluster), plan.num_microbatches, edges.forward, edges.backward)
+
+
 def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
     """Return the simulated prediction; without a flush, of the steady state."""
     if REGISTRY[plan.schedule].spills:  # the first minibatch finds nothing on the device
         timeline, longer = (timeline_of(plan, profile, cluster, count) for count in (2, 3))
         seconds = longer.seconds - timeline.seconds
         bubble = max(0.0, 1 - (longer.busy_seconds(0) - timeline.busy_seconds(0)) / seconds) if seconds else 0.0
-    elif not any(schedule_of(plan).staleness):
-        timeline = timeline_of(plan, profile, cluster)
-        seconds, bubble = timeline.seconds, timeline.bubble_fraction
     else:
-        short, long = (timeline_of(plan, profile, cluster, count) for count in (WINDOW, 2 * WINDOW))
-        seconds = (long.seconds - short.seconds) / WINDOW
-        busy = sum(long.busy_seconds(rank) - short.busy_seconds(rank) for rank in range(plan.num_ranks)) / WINDOW
-        bubble = max(0.0, 1 - busy / (seconds * plan.num_ranks)) if seconds else 0.0
+        message_plan, costs = MessagePlan.of(plan, profile.graph), costs_of(plan, profile, cluster)
+        once = _program(plan, message_plan, 1)
+        if not any(once.staleness):
+            totals = once.run(costs)
+            seconds, bubble = totals.seconds, totals.bubble_fraction
+        else:
+            short, long = (_program(plan, message_plan, count).run(costs) for count in (WINDOW, 2 * WINDOW))
+            seconds = (long.seconds - short.seconds) / WINDOW
+            busy = sum(b - a for a, b in zip(short.busy_seconds, long.busy_seconds, strict=True)) / WINDOW
+            bubble = max(0.0, 1 - busy / (seconds * plan.num_ranks)) if seconds else 0.0
     bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,12 +36,38 @@ def build_tables(atoms: Atoms, sums: ByteSums) -> Tables:
     received, sent = _messages(atoms)
     return Tables(
         atoms.edges,
-        _seconds(atoms, "forward_seconds"),
-        _seconds(atoms, "backward_seconds"),
+        _seconds(atoms, "forward_seconds", lambda atom: atom, atoms.count),
+        _seconds(atoms, "backward_seconds", lambda atom: atom, atoms.count),
         received.table(),
         sent.table(),
         sums.tied.table(),
         sums.tables(),
+    )
+
+
+def tables_without(tables: Tables, atoms: Atoms, position: int) -> Tables:
+    """Return the tables without the cut at a node position, equal to those of a graph without it.
+
+    ``atoms``: of ``tables``. Bytes are whole numbers, so their tables lose a row and a column. Seconds are added again.
+    """
+    cut, count = tables.edges.index(position), tables.num_atoms - 1
+
+    def fewer(table: Array) -> Array:
+        rest: Array = np.delete(np.delete(table, cut, axis=0), cut, axis=1)
+        return rest
+
+    def merged(atom: int) -> int:
+        return atom - (atom >= cut)
+
+    memory = {field.name: fewer(getattr(tables.memory, field.name)) for field in dataclasses.fields(tables.memory)}
+    return Tables(
+        tuple(edge for edge in tables.edges if edge != position),
+        _seconds(atoms, "forward_seconds", merged, count),
+        _seconds(atoms, "backward_seconds", merged, count),
+        fewer(tables.received),
+        fewer(tables.sent),
+        fewer(tables.tied_bytes),
+        dataclasses.replace(tables.memory, **memory),
     )
 
 
@@ -56,13 +84,13 @@ def _messages(atoms: Atoms) -> tuple[PairSum, PairSum]:
     return received, sent
 
 
-def _seconds(atoms: Atoms, field: str) -> Array:
-    extra = PairSum(atoms.count)
+def _seconds(atoms: Atoms, field: str, merged: Callable[[int], int], count: int) -> Array:
+    """Return the seconds of every pair of cuts. ``merged``: the atom, of ``count``, that contains one of ``atoms``."""
+    extra = PairSum(count)
     for node in atoms.copied:
-        extra.distinct(atoms.reads[node.name], getattr(atoms.costs[node.name], field))
-    steps = np.zeros(atoms.count + 1)
-    for atom, node in atoms.work:
-        steps[atom + 1] += getattr(atoms.costs[node.name], field)
-    prefix = steps.cumsum()
+        extra.distinct(map(merged, atoms.reads[node.name]), getattr(atoms.costs[node.name], field))
+    at = [merged(atom) + 1 for atom, _ in atoms.work]
+    seconds = [getattr(atoms.costs[node.name], field) for _, node in atoms.work]
+    prefix = np.bincount(at, weights=seconds, minlength=count + 1).cumsum()
     work: Array = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
     return work + extra.table()

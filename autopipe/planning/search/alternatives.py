@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.planning.build import StageChoice, build_plan
 from autopipe.planning.cost.memory import in_flight, weight_versions
+from autopipe.planning.cost.sized import CutsWithout
 from autopipe.planning.search.problem import Problem
 from autopipe.units import in_short_bytes
 
@@ -29,23 +28,11 @@ class RankedScore:
 
     score: Score
     most: int  # plans
+    least: Callable[[Plan], float] = lambda plan: 0.0  # a lower bound of the seconds of a step with this score
 
     def __call__(self, plan: Plan) -> Prediction:
         """Return the score of a plan."""
         return self.score(plan)
-
-
-class CutsWithout(Cuts):
-    """Cuts without one of their legal positions."""
-
-    def __init__(self, cuts: Cuts, position: int) -> None:
-        super().__init__(cuts.graph)
-        self._cuts, self._position = cuts, position
-
-    @functools.cached_property
-    def legal(self) -> tuple[int, ...]:
-        """The legal positions, without that one."""
-        return tuple(position for position in self._cuts.legal if position != self._position)
 
 
 def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:
@@ -68,8 +55,15 @@ def most_scored(score: Score) -> int:
     return score.most if isinstance(score, RankedScore) else MOST_SCORED
 
 
-def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
+def best_by_score(
+    pairs: Sequence[tuple[Problem, Plan]],
+    score: Score,
+    solve: Callable[[Problem], Plan | None],
+    limit: float = math.inf,
+) -> Plan | None:
     """Return the best plan by ``score`` among about 20 that are best by the closed-form estimate.
+
+    ``limit``: seconds of a step. If bounds prove that none of the plans takes less, the result is None.
 
     These are the best plan of each problem, and runners-up. The whole model on each rank is always among them, because
     the estimate ignores part of the cost of messages.
@@ -82,8 +76,16 @@ def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Ca
             plans.extend(runners_up(problem, plan, solve)[: most - len(plans)])
     whole = sorted(whole_model_plans([problem for problem, _ in pairs]), key=lambda plan: plan.predicted.step_seconds)
     different = {(plan.digest, plan.num_microbatches): plan for plan in (*plans, *whole[:most])}
-    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in different.values()]
-    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+    scored: list[Plan] = []
+    fastest = math.inf
+    for plan in different.values():
+        if min(fastest, limit) < math.inf and isinstance(score, RankedScore):
+            least = score.least(plan)
+            if least > fastest or least >= limit:
+                continue  # it cannot be the best
+        scored.append(dataclasses.replace(plan, predicted=score(plan)))
+        fastest = min(fastest, scored[-1].predicted.step_seconds)
+    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches), default=None)
 
 
 def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:

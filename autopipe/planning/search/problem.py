@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from autopipe.errors import PlanError
-from autopipe.ir.cluster import Cluster, ClusterDevice
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.block_sums import BlockTables
-from autopipe.planning.cost.byte_sums import ByteSums, StageTerms
+from autopipe.planning.cost.byte_sums import StageTerms
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
 from autopipe.planning.cost.pair_sum import Array
-from autopipe.planning.cost.tables import Tables, build_tables
+from autopipe.planning.cost.sized import Sized, sized
+from autopipe.planning.cost.tables import Tables
 from autopipe.planning.options import PlanOptions
 from autopipe.schedules.kind import ScheduleKind
 
@@ -76,29 +77,36 @@ class Problem:
         return math.ceil(self.options.batch_size / self.num_microbatches)
 
     @functools.cached_property
+    def sized(self) -> Sized:
+        """The graph with these cuts at this microbatch size."""
+        return sized(self.profile, self.cuts, self.microbatch_size)
+
+    @property
     def measurement(self) -> Measurement:
         """The node costs at this microbatch size."""
-        return self.profile.at(self.microbatch_size)
+        return self.sized.measurement
 
-    @functools.cached_property
+    @property
     def atoms(self) -> Atoms:
         """The graph, divided at the legal cuts, at this microbatch size."""
-        return Atoms(self.profile.graph, self.cuts, self.measurement)
+        return self.sized.atoms
 
-    @functools.cached_property
-    def byte_sums(self) -> ByteSums:
-        """The bytes of every stage at this microbatch size."""
-        return ByteSums(self.atoms, self.profile.optimizer_bytes_per_byte)
-
-    @functools.cached_property
+    @property
     def tables(self) -> Tables:
         """The stage tables at this microbatch size."""
-        return build_tables(self.atoms, self.byte_sums)
+        return self.sized.tables
 
-    @functools.cached_property
+    @property
     def block_tables(self) -> BlockTables:
         """The stage tables of recompute by block."""
-        return self.byte_sums.by_block.tables()
+        return self.sized.block_tables
+
+    @functools.cached_property
+    def fastest_mode(self) -> str:
+        """The first of ``modes``, without a search for units where there is no need for them."""
+        if self.options.recompute == "auto" and not any(node.checkpoint for node in self.profile.graph.nodes):
+            return "never"
+        return self.modes[0]
 
     @functools.cached_property
     def modes(self) -> tuple[str, ...]:
@@ -143,14 +151,12 @@ class Problem:
         """Return c_in + c_out + c_tied + c_reduce of all pairs, or of one (i, j)."""
         total: Any = 0.0
         d, ranks = self.options.replicas, self.ranks_of(stage)
-        sides = [(stage - 1, self.tables.received), (stage + 1, self.tables.sent)]
         tied = 2 * d * self.tables.tied_bytes[at] / self.num_microbatches
         charged = False
-        for other, amount in sides:
-            if not 0 <= other < num_stages or self.ranks_of(other) == ranks:
+        amounts = self.tables.received, self.tables.sent
+        for link, amount in zip(self._links(stage, num_stages), amounts, strict=True):
+            if link is None:
                 continue
-            links = [self.cluster.link(a, b) for a, b in zip(ranks, self.ranks_of(other), strict=True)]
-            link = min(links, key=lambda level: level.bandwidth)
             total = total + amount[at] / link.bandwidth + 2 * link.latency_seconds
             if not charged:
                 total, charged = total + tied / link.bandwidth, True
@@ -161,6 +167,43 @@ class Problem:
             # if the replicas divide the optimizer state, the new weights are exchanged like the gradients
             total = total + d * once * (1 + self.options.sharded) / self.num_microbatches
         return total
+
+    def _links(self, stage: int, num_stages: int) -> tuple[Level | None, Level | None]:
+        """Return the links to the stage before and the stage behind; None if there is none, or on the same ranks."""
+        ranks = self.ranks_of(stage)
+        links: list[Level | None] = []
+        for other in (stage - 1, stage + 1):
+            if not 0 <= other < num_stages or self.ranks_of(other) == ranks:
+                links.append(None)
+                continue
+            pairs = zip(ranks, self.ranks_of(other), strict=True)
+            links.append(min((self.cluster.link(a, b) for a, b in pairs), key=lambda level: level.bandwidth))
+        return links[0], links[1]
+
+    def _fastest_table(self, stage: int, num_stages: int) -> Array:
+        """Return the seconds of all pairs with the fastest mode: the same array for stages with equal links."""
+        ranks = self.ranks_of(stage)
+        ring = self.cluster.span(ranks[0], ranks[-1]) if len(ranks) > 1 else None
+        key: Any = (self.cluster.speed_of(ranks), self._links(stage, num_stages), ring)
+        if self.fastest_mode == "block":
+            key = (*key, self.in_flight_and_versions(stage, num_stages)[0] == 1)
+        if key not in self._fastest_tables:
+            self._fastest_tables[key] = self.stage_seconds(stage, num_stages, self.fastest_mode)
+        return self._fastest_tables[key]
+
+    @functools.cached_property
+    def _fastest_tables(self) -> dict[Any, Array]:
+        return {}
+
+    @functools.cached_property
+    def searched_as(self) -> tuple[Any, ...] | None:
+        """What determines the best cuts, besides the tables; None if memory does as well, or recompute by block."""
+        options, cluster = self.options, self.cluster
+        if any(device.memory_bytes for device in cluster.devices) or self.fastest_mode == "block":
+            return None
+        layout = options.num_ranks, options.replicas, options.num_stages, options.stage_ranks, self.apart
+        speeds = tuple(device.speed for device in cluster.devices)
+        return (*layout, options.sharded, cluster.levels, speeds, self.num_microbatches, self.fastest_mode)
 
     def stage_seconds(self, stage: int, num_stages: int, mode: str, at: Pairs = ...) -> Any:
         """Return t_k of all pairs, or of one (i, j), with a recompute mode, whether they fit or not."""
@@ -214,7 +257,7 @@ class Problem:
     @functools.cached_property
     def _whole(self) -> StageTerms:
         """The bytes of the whole model as one stage."""
-        return self.byte_sums.along([0], by_block="block" in self.modes)[0]
+        return self.sized.terms([0], by_block="block" in self.modes)[0]
 
     def _peak_if_equal(self, stage: int, num_stages: int, mode: str) -> int:
         """Return the peak of the whole model with as many microbatches in flight as a stage has."""
@@ -224,10 +267,12 @@ class Problem:
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k with the first mode that fits, infinite where none does."""
         limit = self.limit(stage)
-        table: Array = self.stage_seconds(stage, num_stages, self.modes[0])
+        table = self._fastest_table(stage, num_stages)
         if math.isinf(limit):
             return table
-        fits = self.stage_peak(stage, num_stages, self.modes[0]) <= limit
+        fits = self.stage_peak(stage, num_stages, self.fastest_mode) <= limit
+        if fits.all():
+            return table
         for mode in self.modes[1:]:
             if fits.all():
                 return table

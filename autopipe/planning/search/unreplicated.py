@@ -28,9 +28,12 @@ def unreplicated_cuts(
     above = np.triu(np.ones((num_atoms + 1, num_atoms + 1), dtype=bool), k=1)
     rest = np.full((num_stages + 1, num_atoms + 1), np.inf)
     rest[num_stages, num_atoms] = 0.0
+    masked: tuple[Array, Array] | None = None  # the table of the stage behind, and that table without empty stages
     for stage in range(num_stages - 1, -1, -1):
-        worst = np.where(above, np.maximum(stage_table(stage), rest[stage + 1]), np.inf)
-        rest[stage] = worst.min(axis=1)
+        table = stage_table(stage)
+        if masked is None or masked[0] is not table:
+            masked = table, np.where(above, table, np.inf)
+        rest[stage] = np.maximum(masked[1], rest[stage + 1]).min(axis=1)
     optimum = float(rest[0, 0])
     if not np.isfinite(optimum):
         return np.inf, ()
