@@ -169,7 +169,7 @@ class Problem:
         return total
 
     def _links(self, stage: int, num_stages: int) -> tuple[Level | None, Level | None]:
-        """Return the links to the stage before and the stage behind; None if there is none, or on the same ranks."""
+        """Return the links to the stage before and the stage behind; None without one, or on the same ranks."""
         ranks = self.ranks_of(stage)
         links: list[Level | None] = []
         for other in (stage - 1, stage + 1):
