@@ -57,11 +57,11 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         count(self)  # the optimizer has stepped on separate memory
         end(self)
 
-    def counting(self, instruction):
+    def counting(self, step, offset):
         for index, runner in self.runners.items():
             stage_of[id(runner.versions)] = index
             count(runner.versions)
-        return follow(self, instruction)
+        return follow(self, step, offset)
 
     monkeypatch.setattr(WeightVersions, "end_step", ending)
     monkeypatch.setattr(WeightVersions, "_add", adding)
