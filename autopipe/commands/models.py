@@ -15,7 +15,7 @@ from autopipe.commands.named import refuse_unnamed, remember
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ModelFileError, RunError, TraceError
-from autopipe.ir.profile import Profile
+from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as, described_on
@@ -107,7 +107,8 @@ def load_model(
         work.notes.append("each batch is one microbatch, because the model fails on a part of a batch")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.model_digest == captured.graph.digest:
-        _run_as(stored, settings.model, workload)
+        team, sequence = _team_of(settings.model, stored.workload)
+        workload.run_in_teams(team, sequence=sequence)
     if settings.model.sequence and workload.spec.team == 1:
         raise RunError(
             "--sequence-parallel divides the positions of values among the members of a team, and there is no team",
@@ -133,12 +134,14 @@ def load_model(
     return Model(workload, captured, built)
 
 
-def _run_as(stored: Profile, model: ModelSettings, workload: Workload) -> None:
-    """Set what the options leave open about teams as in the stored profile of the same model."""
-    spec = stored.workload
-    size = spec.team if model.team is None else workload.spec.team
-    sequence = spec.sequence if model.sequence is None else model.sequence
-    workload.run_in_teams(size, sequence=sequence and size > 1)
+def _team_of(model: ModelSettings, stored: WorkloadSpec | None = None) -> tuple[int, bool]:
+    """Return the members of each rank, and whether they have their own positions of values.
+
+    What the options leave open is as in ``stored``.
+    """
+    size = model.team or (1 if stored is None else stored.team)
+    sequence = stored is not None and stored.sequence if model.sequence is None else model.sequence
+    return size, sequence and size > 1
 
 
 def _member(workload: Workload, complete: Capture, stored: Profile | None, work: Work) -> Capture:
@@ -265,6 +268,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.is_given:
+        team, sequence = _team_of(model)
         spec = LoadOptions(
             model.target,
             arguments=model.arguments,
@@ -275,8 +279,8 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             seed=model.seed or 0,
             precision=model.precision or "fp32",
             opaque=model.opaque or "auto",
-            team=model.team or 1,
-            sequence=bool(model.sequence) and (model.team or 1) > 1,
+            team=team,
+            sequence=sequence,
         ).spec()
         workload = Workload(spec)
         remember(spec)
@@ -288,6 +292,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             remedy="give the model file: autopipe COMMAND path/to/file.py",
         )
     stored = work.store.stored_profile().workload
+    team, sequence = _team_of(model, stored)
     spec = LoadOptions(
         stored.target,
         arguments=stored.arguments | model.arguments,
@@ -298,8 +303,8 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         seed=stored.seed if model.seed is None else model.seed,
         precision=model.precision or stored.precision,
         opaque=model.opaque or stored.opaque,
-        team=model.team or stored.team,
-        sequence=(stored.sequence if model.sequence is None else model.sequence) and (model.team or stored.team) > 1,
+        team=team,
+        sequence=sequence,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_unnamed(spec, path, "autopipe plan", named=named)

@@ -29,6 +29,7 @@ class TeamTransport:
         self.processes, self.size = processes, size
         self.rank, self.member = divmod(processes.rank, size)
         self.world_size = processes.world_size // size
+        self._members = tuple(range(self.rank * size, (self.rank + 1) * size))
         self.leads = processes.leads
         self.num_bytes = 0  # of the complete tensors that this member has exchanged inside of its team
 
@@ -100,11 +101,6 @@ class TeamTransport:
         """Return the tensors of all members of this rank, [size, ...]."""
         self.num_bytes += self.size * part.numel() * part.element_size()
         return self.processes.all_gather(self._members, part)
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        first = self.rank * self.size
-        return tuple(range(first, first + self.size))
 
 
 def channels_of(channels: Iterable[Channel], size: int) -> list[Channel]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,8 @@ def joined(parts: list[Tensor], place: Place, size: int) -> Tensor:
     return whole
 
 
-def _in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the members' parts, in the order of the members."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -67,7 +68,7 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_in_order(gradients) for _ in gradients)
+        return tuple(in_order(gradients) for _ in gradients)
 
 
 class _Summed(torch.autograd.Function):
@@ -75,7 +76,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_in_order(parts) for _ in parts)
+        return tuple(in_order(parts) for _ in parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

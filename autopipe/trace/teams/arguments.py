@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import fx, nn
+
 from autopipe.ir.teams.axes import Place
 from autopipe.team import Along
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def replaced(value: Any, path: Sequence[int | str], change: Callable[[Any], Any]) -> Any:
@@ -21,6 +25,23 @@ def replaced(value: Any, path: Sequence[int | str], change: Callable[[Any], Any]
     items = list(value)
     items[at] = replaced(items[at], path[1:], change)
     return tuple(items) if isinstance(value, tuple) else items
+
+
+def rewritten(arguments: Arguments, path: Sequence[int | str], change: Callable[[Any], Any]) -> Arguments:
+    """Return the arguments of a call whose element at ``path`` (``Rewrite.path``) is changed."""
+    args, kwargs = arguments
+    first, *rest = path
+    if isinstance(first, int):
+        return replaced(args, [first, *rest], change), kwargs
+    return args, {**kwargs, first: replaced(kwargs[first], rest, change)}
+
+
+def dropout_rate(node: fx.Node, module: nn.Module, arguments: Arguments) -> Any:
+    """Return the rate of a dropout, a module or a function. ``module``: that has the graph of the node."""
+    args, kwargs = arguments
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target)).p
+    return args[1] if len(args) > 1 else kwargs.get("p", 0.5)
 
 
 def floor_divided(dimension: int | str, size: int) -> int | str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopipe.ir.teams.axes import Axis
 from autopipe.trace.axes import TeamOutcome
+from autopipe.trace.axes.combined import in_order
 from autopipe.trace.axes.verified import Whole
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.result import Capture
@@ -35,22 +36,15 @@ class _Meeting:
 
     def add(self, tensor: Tensor) -> None:
         """Sum a tensor over the members, in place."""
-        tensor.copy_(_total(self._each(tensor)))
+        tensor.copy_(in_order(self._each(tensor)))
 
     def add_parts(self, parts: Tensor) -> Tensor:
         """Return the sum of this member's entry."""
-        return _total([each[self.member] for each in self._each(parts)])
+        return in_order([each[self.member] for each in self._each(parts)])
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the tensors of all members."""
         return torch.stack(self._each(part))
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def difference(

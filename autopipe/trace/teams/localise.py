@@ -37,9 +37,7 @@ from autopipe.team import STAGE
 from autopipe.trace.axes.find import attribute
 from autopipe.trace.record.canonical import arguments_text
 from autopipe.trace.result import Capture
-from autopipe.trace.teams.arguments import along, floor_divided, replaced
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from autopipe.trace.teams.arguments import Arguments, along, dropout_rate, floor_divided, rewritten
 
 
 def of_team(capture: Capture, axes: Sequence[Axis], size: int) -> Capture:
@@ -159,15 +157,10 @@ class _Localiser:
             axis = self._entries.get((operand.name, node.name))
             return self._values[operand] if axis is None else self._enter(operand, axis)
 
-        args, kwargs = fx.map_arg(own, value), dict(fx.map_arg(named, value))
+        arguments = fx.map_arg(own, value), dict(fx.map_arg(named, value))
         for axis, rewrite in self._rewrites.get(node.name, ()):
-            first, *rest = rewrite.path
-            divided = functools.partial(self._divided, axis)
-            if isinstance(first, int):
-                args = replaced(args, [first, *rest], divided)
-            else:
-                kwargs[first] = replaced(kwargs[first], rest, divided)
-        return args, kwargs
+            arguments = rewritten(arguments, rewrite.path, functools.partial(self._divided, axis))
+        return arguments
 
     def _divided(self, axis: Axis, count: Any) -> Any:
         """Return a size divided by the members. One that is computed from the batch is divided when it is known."""
@@ -350,11 +343,8 @@ class _Localiser:
         place = along(self._carried[node.name][1], self._draws[node.name].size)
         if getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
             return team.attended, ((STAGE, place, *args), kwargs)
-        if node.op == "call_module":
-            rate: Any = self._module(node).p
-        else:
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return team.dropped, ((STAGE, args[0], rate if training else 0.0, place), {})
+        rate = dropout_rate(node, self._of.module, arguments) if training else 0.0
+        return team.dropped, ((STAGE, args[0], rate, place), {})
 
 
 _OF_MULTIHEAD = (

@@ -21,10 +21,9 @@ from autopipe.team import STAGE
 from autopipe.trace.record.canonical import arguments_text
 from autopipe.trace.record.targets import qualified_name
 from autopipe.trace.result import Capture
-from autopipe.trace.teams.arguments import floor_divided, replaced
+from autopipe.trace.teams.arguments import Arguments, dropout_rate, floor_divided, rewritten
 from autopipe.trace.teams.positions import FEWEST, Place, Positions
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OF_ROWS: dict[Any, Callable[..., Any]] = {
     team.summed: sequence.summed_rows,
     team.summed_linear: sequence.summed_rows_linear,
@@ -117,16 +116,12 @@ class _Divider:
         def operand(value: fx.Node) -> fx.Node:
             return self._operand(value, leaf)
 
-        args, kwargs = fx.map_arg(args, operand), dict(fx.map_arg(kwargs, operand))
+        arguments = fx.map_arg(args, operand), dict(fx.map_arg(kwargs, operand))
         for rewrite in self._positions.rewrites.get(node.name, ()):
-            first, *rest = rewrite.path
-            if isinstance(first, int):
-                args = replaced(args, [first, *rest], self._divided)
-            else:
-                kwargs[first] = replaced(kwargs[first], rest, self._divided)
+            arguments = rewritten(arguments, rewrite.path, self._divided)
         if self._described[node.name].num_random:
-            return self._dropout(node, args, kwargs, training)
-        return node.target, (args, kwargs)
+            return self._dropout(node, arguments, training)
+        return node.target, arguments
 
     def _border(self, node: Any) -> str | None:
         """Return the value that a sum returns by position; None for another call."""
@@ -137,13 +132,11 @@ class _Divider:
             names = [user.name for user in node.users]
         return next((name for name in names if name in self._positions.leaves), None)
 
-    def _dropout(self, node: fx.Node, args: Any, kwargs: Any, training: bool) -> Any:
-        if node.op == "call_module":
-            rate: Any = self._of.module.get_submodule(str(node.target)).p
-        else:
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    def _dropout(self, node: fx.Node, arguments: Arguments, training: bool) -> Any:
+        args, kwargs = arguments
+        rate = dropout_rate(node, self._of.module, arguments) if training else 0.0
         value = args[0] if args else kwargs["input"]
-        return sequence.dropped_rows, ((STAGE, value, rate if training else 0.0, self._rows(node.name)), {})
+        return sequence.dropped_rows, ((STAGE, value, rate, self._rows(node.name)), {})
 
     def _divided(self, count: Any) -> Any:
         """Return a size divided by the members."""
