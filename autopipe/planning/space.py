@@ -17,6 +17,7 @@ from autopipe.ir.schedule import ScheduleSpec
 from autopipe.planning import PlanOptions
 from autopipe.planning.requests import PlanRequest, flag_of
 from autopipe.schedules import REGISTRY, ScheduleKind, layout_of, make
+from autopipe.schedules.kind import DEPTH
 
 # the first schedule that ``auto`` tries: it wins ties, and needs less memory than gpipe
 _AUTO_FIRST = "1f1b"
@@ -48,14 +49,15 @@ class Space:
             schedules(name, links_known=links_known or bool(request.stages_per_rank)), request
         )
         for schedule in names:
-            alone = _ordered(request, schedule, num_ranks, batch_size)
             counts = REGISTRY[schedule].planned_stages_per_rank if num_ranks > 1 else (1,)
-            for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
-                unreplicated.append(dataclasses.replace(alone, stages_per_rank=count))
+            for alone in _ordered(request, schedule, num_ranks, batch_size):
+                for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
+                    unreplicated.append(dataclasses.replace(alone, stages_per_rank=count))
         ordered = [
-            dataclasses.replace(_ordered(request, schedule, ranks, batch_size), offered=num_ranks)
+            dataclasses.replace(options, offered=num_ranks)
             for ranks in rank_counts(num_ranks)
             for schedule in names
+            for options in _ordered(request, schedule, ranks, batch_size)
         ]
         replicated = [with_replicas(options) for options in ordered if takes_replicas(options)]
         # behind the others: their best plan rules out many of these
@@ -91,24 +93,32 @@ class Space:
         return self.replicated or (with_replicas(with_1f1b(self.unreplicated[0])),)
 
 
-def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
-    """Return the options of a schedule for the request: one stage per rank, no replicas."""
-    kind = REGISTRY[schedule]
-    if request.warmup_depth is not None:
-        kind = kind.with_depth(request.warmup_depth)
-    if request.vertical_sync:
-        kind = kind.with_one_version(num_ranks)
-    return PlanOptions(
-        num_ranks=num_ranks,
-        batch_size=batch_size,
-        num_microbatches=request.num_microbatches,
-        microbatch_size=request.microbatch_size,
-        schedule=schedule,
-        kind=None if kind is REGISTRY[schedule] else kind,
-        recompute=request.recompute or "auto",
-        exact_ties=request.exact_ties or "auto",
-        schedule_options=tuple(request.schedule_options.items()),
-    )
+def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> list[PlanOptions]:
+    """Return the options of a schedule for the request, for each depth of its warm-up: one stage per rank."""
+    registered = REGISTRY[schedule]
+    depths: tuple[int | None, ...] = (request.warmup_depth,)
+    if request.warmup_depth is None and registered.planned_depths and num_ranks > 1:
+        depths = registered.planned_depths
+    choices = []
+    for depth in depths:
+        kind = registered if depth in (None, registered.depth) else registered.with_depth(depth)
+        if request.vertical_sync:
+            kind = kind.with_one_version(num_ranks)
+        depth_option = {} if depth is None or depth == registered.depth else {DEPTH.name: depth}
+        choices.append(
+            PlanOptions(
+                num_ranks=num_ranks,
+                batch_size=batch_size,
+                num_microbatches=request.num_microbatches,
+                microbatch_size=request.microbatch_size,
+                schedule=schedule,
+                kind=None if kind is registered else kind,
+                recompute=request.recompute or "auto",
+                exact_ties=request.exact_ties or "auto",
+                schedule_options=tuple({**depth_option, **request.schedule_options}.items()),
+            )
+        )
+    return choices
 
 
 def schedules_with_options(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:

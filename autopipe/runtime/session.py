@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
-from autopipe.ir.schedule import Op, Schedule, StageEdges
 from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
@@ -36,14 +34,14 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.rows import RankRows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.windows import Window, Windows
-from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
-from autopipe.schedules.spilling.spill import spill
-from autopipe.schedules.spilling.spilled import LATE, MESSAGES
+from autopipe.schedules import REGISTRY
+from autopipe.schedules.spilling.spilled import LATE
 from autopipe.workload import Workload
 
 
@@ -66,7 +64,7 @@ class RankSession:
     device: torch.device
     # epoch -> minibatches, in place of the data of the workload
     items: Callable[[int], Iterator[Any]] | None = None
-    _rows: dict[tuple[int, int], tuple[Turn, ...]] = field(default_factory=dict)
+    _rows: RankRows = field(init=False)
     _saver: Saver = field(init=False)
     _recordings: Recordings = field(init=False)
     _audits: AuditWriter = field(init=False)
@@ -74,6 +72,7 @@ class RankSession:
 
     def __post_init__(self) -> None:
         plan, leads = self.context.plan, self.transport.leads
+        self._rows = RankRows(self.context, self.transport.rank)
         writers = [stage.replicas * plan.team for stage in plan.stages]
         self._saver = Saver(self.run.checkpoints, writers, keep=self.job.keep_checkpoints, leads=leads)
         if self.job.save or self.job.checkpoint_every or self.job.audit_every:
@@ -174,35 +173,19 @@ class RankSession:
         return EachReads(source, self._recordings, exchange, self._placement, training)
 
     def _run_window(self, window: Window) -> None:
-        plan, first = self.context.plan, window.first
+        first = window.first
         minibatches = {first + index: minibatch.parts for index, minibatch in enumerate(window.minibatches)}
         for index, minibatch in enumerate(window.minibatches):
             self.executor.stepper.samples[first + index] = minibatch.samples
-        base = first
-        if REGISTRY[plan.schedule].synchronous:
-            # the replica that runs a microbatch repeats with this period; nothing else depends on the minibatch
-            base = first % math.lcm(*(stage.replicas for stage in plan.stages))
+        row, offset = self._rows.of_window(first, len(window.minibatches))
         save = functools.partial(self.save, first, Place())
         self._audits.begin(first, self._recordings.latest, minibatches[first], save)
         spiller = self.executor.spiller
         with contextlib.nullcontext() if spiller is None else spiller.counted(len(minibatches)):
-            self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
+            self.executor.run(row, minibatches, offset=offset)
         if self.job.audit_every:
             self.executor.settle()
         self._audits.end(self.executor.stepper)
-
-    def _row(self, first: int, count: int) -> tuple[Turn, ...]:
-        if (first, count) not in self._rows:
-            request = replace(self.context.request, first_minibatch=first, num_minibatches=count)
-            schedule = make(self.context.plan.schedule, request)
-            validate(schedule)
-            if not REGISTRY[schedule.name].synchronous:
-                self._rows.clear()  # windows do not repeat
-            self._rows[first, count] = self._turns(schedule, self.context.message_plan.edges)
-        return self._rows[first, count]
-
-    def _turns(self, schedule: Schedule, edges: StageEdges) -> tuple[Turn, ...]:
-        return turns(lower(schedule, edges), self.transport.rank)
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
         """Return the share of each microbatch in the loss of its minibatch."""
@@ -318,7 +301,7 @@ class RankSession:
 
         Evaluation mode, without gradients and steps: statistics, random state and schedule state do not change.
         """
-        row = self._forward_row()
+        row = self._rows.forward_only()
         total = weights = 0.0
         samples = 0
         with self._eval_mode():
@@ -342,16 +325,6 @@ class RankSession:
             raise RunError(f"the evaluation data of {self.workload.name} is empty")
         if self.transport.leads:
             self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
-
-    def _forward_row(self) -> tuple[Turn, ...]:
-        """Return the forwards of this rank, in the order of the run's schedule."""
-        kind, request = REGISTRY[self.context.plan.schedule], self.context.request
-        schedule = make(kind.name, request)
-        forward = tuple(tuple(i for i in row if i.op == Op.FORWARD) for row in schedule.rows)
-        schedule = replace(schedule, rows=forward)
-        if kind.spills:
-            schedule = spill(schedule, messages=bool(request.options.get(MESSAGES.name)))
-        return self._turns(schedule, StageEdges(self.context.message_plan.edges.forward, ()))
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ therefore be the first summand, before those of the stage's own readers.
     -------------        ------------------------------------------     ------------
     activation  ------>  [1] leaf --> operations --> [2] outputs  ---->  activations
                               |           ^              |
-                         [3] hook         |              v
+                      [3] boundary        |              v
                               |           +-------  [4] roots  <-------  gradients
     gradient    <------  [5] collect
 
@@ -18,8 +18,8 @@ therefore be the first summand, before those of the stage's own readers.
     Operations read an alias of it: autocast would cast a leaf once for all its readers, and add their gradients in 16
     bits.
 [2] Outputs: the values for later stages are sent detached. The attached ones are kept until backward.
-[3] Hook: a hook on each leaf takes the gradient as it arrives. ``leaf.grad`` would have the strides of the leaf, and
-    kernels add up in another order over other strides.
+[3] Boundary: the backward of the alias keeps the gradient as it arrives, and ends there. ``leaf.grad`` would be a copy
+    with the strides of the leaf, and kernels add up in another order over other strides.
 [4] Roots: backward starts from the outputs, each with the gradient that arrived for it, and from the loss. Autograd
     feeds all roots before it runs anything, so the received gradient is the first summand and the stage's own readers
     add to it in their order. For a value that is relayed down a chain of consumers, the root is the alias of the leaf.
@@ -32,7 +32,6 @@ unit of the stage again when it needs what the unit saved (``autopipe.stage.reco
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +41,7 @@ from torch import nn
 from autopipe.errors import InternalError
 from autopipe.ir.messages import tied
 from autopipe.runtime.casts import StageCasts
+from autopipe.runtime.received import readable
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.runtime.step.scaler import LossScaler
@@ -166,8 +166,6 @@ class StageRunner:
         for value, leaf in microbatch.received.items():  # [1]
             if value in variant.carries_gradient:
                 leaf.requires_grad_()
-                hook = functools.partial(microbatch.gradients.__setitem__, value)  # [3]
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         if self.recompute != "never":
             microbatch.buffers = self._values_of(variant.replayed)
         outputs = self._run(microbatch)
@@ -189,8 +187,8 @@ class StageRunner:
         self.stage.seed(microbatch.draws)
         code = microbatch.variant.code
         microbatch.aliases = {
-            value: torch.ops.aten.alias.default(leaf) if leaf.requires_grad else leaf
-            for value, leaf in microbatch.received.items()
+            value: readable(value, leaf, microbatch.gradients)
+            for value, leaf in microbatch.received.items()  # [3]
         }
         arguments = [microbatch.aliases[value] for value in code.RECEIVES]
         if microbatch.variant.cast_once:

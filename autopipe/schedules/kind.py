@@ -72,6 +72,10 @@ class ScheduleKind:
     # more than one is considered only if the links were measured or described, because it sends more messages.
     planned_stages_per_rank: tuple[int, ...] = (1,)
 
+    # The values of the option ``depth`` that the planner tries if the user gives none. They must give the same result.
+    # Empty: only the default.
+    planned_depths: tuple[int, ...] = ()
+
     def __post_init__(self) -> None:
         if self.tried_by_auto and not self.synchronous:
             raise ValueError(f"schedule {self.name!r} has stale gradients, so --schedule auto must not choose it")

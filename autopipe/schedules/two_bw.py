@@ -9,7 +9,8 @@ minibatch ``t + 2`` is the first that needs version ``t + 1``.
     rank 1 |         F0@0    F1@0            B0@0    F1:0@0  B1@0+   F1:1@0  B1:0@0          B1:1@0+
     rank 2 |                 F0@0    B0@0    F1@0    B1@0+   F1:0@0  B1:0@0  F1:1@0  B1:1@0+
 
-Bubble: only the first fill and the last drain. Memory: 2 versions; as many in flight as 1F1B.
+Bubble: only the first fill and the last drain. Memory: 2 versions; as many in flight as 1F1B. A deeper warm-up hides
+transfers (``eager_1f1b``), and changes no result: the minibatch decides the version.
 
 Source: arXiv:2006.09503, section 3.1 (which requires m >= p; m at least the warm-up of stage 0 is enough).
 """
@@ -46,4 +47,5 @@ KIND = ScheduleKind(
     min_microbatches=lambda num_stages, depth: depth * (num_stages - 1),
     example=line(3, 2, 2),
     options=(DEPTH,),
+    planned_depths=(1, 2, 3),
 )

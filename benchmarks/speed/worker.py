@@ -63,8 +63,9 @@ class Relay(nn.Module):
         known.update(zip((*stage.SENDS, *stage.RETURNS), results, strict=True))
         if stage.RETURNS:
             return known[stage.RETURNS[0]]
-        # a received value is passed on as a view, so that it is not both input and output
-        return tuple(known[n].view_as(known[n]) if n in self.taken else known[n] for n in self.passed)
+        # a received value is passed on as a view, so that it is not both input and output; gloo sends no other tensors
+        # than contiguous ones
+        return tuple(known[n].view_as(known[n]) if n in self.taken else known[n].contiguous() for n in self.passed)
 
 
 def minibatches(workload: Workload, batch_size: int, steps: int) -> Iterator[Any]:

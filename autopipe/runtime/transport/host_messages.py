@@ -1,13 +1,14 @@
 """Messages between CPU ranks: the values of one edge, each with its order in memory, in few transfers.
 
 A transfer over gloo takes three writes to a socket and as many wakeups of a thread, whatever its size. So the small
-values of a message, and the orders of all, travel together as a *head*, and each large value on its own::
+values of a message, and the orders of all, travel together as a *head*, and each large value on its own. If a message
+has one value, that is in the head, whatever its size::
 
     head    | value 0 | value 2 | flag | orders of values 0, 1, 2 |        the orders only if the flag is 1
     value 1 | elements, without gaps |
 
 The orders are those of ``strides``: the next stage must read a value in the order in memory that it has here. If each
-has the order of the plan, the flag is 0, and the orders are not sent. A single small value in that order is sent
+has the order of the plan, the flag is 0, and the orders are not sent. A single value in that order is sent
 without a copy, and without the flag. Gloo accepts a message that is shorter than its receiver's buffer, and the
 receiver has set the flag to 0 before.
 """
@@ -26,7 +27,7 @@ import torch
 from autopipe.strides import Layout, memory_order, packed, unpacked
 
 SMALL_BYTES = 1 << 14
-"""The largest value that is copied into the head of its message."""
+"""The largest value that is copied into the head of a message with several."""
 
 _ALIGNMENT_BYTES = 64  # kernels may take another path, and round differently, at other alignments
 
@@ -71,8 +72,8 @@ class HostMessage:
 
     @property
     def alone(self) -> _Value | None:
-        """The value, if it is the only one, and small."""
-        return self.values[0] if len(self.values) == 1 and self.values[0].offset == 0 else None
+        """The value, if it is the only one."""
+        return self.values[0] if len(self.values) == 1 else None
 
     def packets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to transfer, in order: contiguous, and perhaps the values themselves."""
@@ -164,13 +165,14 @@ class ArrivingMessage:
 def host_message(layouts: tuple[Layout, ...]) -> HostMessage:
     """Return how a message with values of these layouts travels."""
     values, empty, flag_at, trailer = [], [], 0, 1
-    for index, layout in enumerate(layouts):
-        num_bytes = math.prod(layout.shape) * layout.dtype.itemsize
+    sizes = [math.prod(layout.shape) * layout.dtype.itemsize for layout in layouts]
+    is_alone = sum(map(bool, sizes)) == 1
+    for index, (layout, num_bytes) in enumerate(zip(layouts, sizes, strict=True)):
         if not num_bytes:
             empty.append((index, layout))
             continue
         offset = -1
-        if num_bytes <= SMALL_BYTES:
+        if is_alone or num_bytes <= SMALL_BYTES:
             offset = -(-flag_at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             flag_at = offset + num_bytes
         values.append(_Value(index, layout, num_bytes, offset, _planned_strides(layout)))
