@@ -12,7 +12,8 @@ from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
 from autopipe.schedules.spilling.spill import spill
 from autopipe.schedules.spilling.spilled import MESSAGES
 
-_KEPT = 4  # long windows differ in their lengths where a checkpoint or an evaluation ends them
+# windows of several minibatches differ in their replicas, and in their lengths where a checkpoint ends them
+_KEPT = 8
 
 
 @dataclass(slots=True)

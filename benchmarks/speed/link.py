@@ -30,13 +30,6 @@ class Link:
         """Return how many float32 numbers a message takes that long."""
         return max(int((seconds - self.latency) * self.bandwidth / 4), 1)
 
-    def cluster(self, ranks: int) -> str:
-        """Return the text of a cluster file with this link between equal ranks."""
-        return (
-            'source = "measured"\n[device]\nname = "a device that sleeps"\nmemory = "8GiB"\n[[level]]\nname = "host"\n'
-            f'count = {ranks}\nbandwidth = "{self.bandwidth / 1e9:.4f}GB/s"\nlatency = "{self.latency * 1e6:.1f}us"\n'
-        )
-
 
 def measured(folder: Path) -> Link:
     """Return the link between two processes of this machine."""

@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
+from autopipe.commands.store import Store
 from autopipe.ir import artifact
+from autopipe.ir.cluster import Links
 from autopipe.ir.plan import Plan
 from benchmarks.speed.meter import FOLDER, Reading, readings
 
@@ -71,15 +73,22 @@ def execute(command: Sequence[str], folder: Path, **more: str) -> str:
 
 
 def prepare(
-    folder: Path, target: Path, profile: Sequence[str], plans: Mapping[str, Sequence[str]], bare: Sequence[str] = ()
+    folder: Path,
+    target: Path,
+    profile: Sequence[str],
+    plans: Mapping[str, Sequence[str]],
+    bare: Sequence[str] = (),
+    links: Links | None = None,
 ) -> dict[str, Path]:
     """Profile a model once, and return a work directory for each name.
 
     Those of ``plans`` have a plan with these options, and its stages; those of ``bare`` have the profile only, and the
-    first training adds the rest.
+    first training adds the rest. ``links``: those with which all are planned; None: assumed ones.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     base = folder / "profiled"
+    base.mkdir(parents=True, exist_ok=True)
+    if links is not None:
+        artifact.save(links, Store(base).links)
     execute([AUTOPIPE, "profile", str(target), "--device", "cpu", "--work-dir", str(base), *profile], folder)
     works = {name: folder / name for name in (*plans, *bare)}
     for work in works.values():

@@ -236,11 +236,12 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
             run = runs.train(settings, lambda kind, fields: None)
             if run.stopped:  # the run handled a Ctrl-C that was meant for the measurement
                 raise KeyboardInterrupt
-            records[size].append(_recorded(Path(run.run_dir), Store(Path(folder))))
+            records[size].append(recorded(Path(run.run_dir), Store(Path(folder))))
         return records
 
 
-def _recorded(run: Path, store: Store) -> Record:
+def recorded(run: Path, store: Store) -> Record:
+    """Return the instructions of a run that recorded its timeline. ``store``: the work directory of its plan."""
     timeline = artifact.load(Timeline, run / "timeline.json", renew="")
     (plan, record), profile = store.stored_plan(), store.stored_profile()
     spans = sorted((s for s in timeline.spans if s.instruction.minibatch >= WARM_UP), key=lambda s: s.start_seconds)

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopipe.ir.cluster import Links
+from benchmarks.speed.calibrated import links_of
 from benchmarks.speed.case import Options, pipeline_words
 from benchmarks.speed.link import Link, measured
 from benchmarks.speed.running import MODELS, execute, plan_of, prepare, same_losses, train, train_peers
@@ -67,12 +69,15 @@ class Emulated:
     def __init__(self, options: Options) -> None:
         self.options, self.settings = options, settings(options)
         self.link: Link | None = None
+        self.links: Links | None = None  # the same, with what the runtime adds
         self.alone: list[float] = []  # seconds of a forward and a backward of one layer in one process
 
     def round(self, number: int) -> None:
         """Train every pipeline under every system once."""
         folder = self.options.folder
         self.link = self.link or measured(folder)
+        small, large = (self.link.numbers(part * FORWARD) for part in (0.03, 0.3))
+        self.links = self.links or links_of(folder / "calibration", TARGET, self.link, (small, large))
         for setting in self.settings:
             if number and not setting.every_round:
                 continue
@@ -80,15 +85,14 @@ class Emulated:
             ranks = setting.ranks
             work = folder / f"sleeping-{ranks}-{setting.transfer}-{setting.balanced}"
             work.mkdir(exist_ok=True)
-            (work / "cluster.toml").write_text(self.link.cluster(ranks), encoding="utf-8")
-            words = [*pipeline_words(ranks, 4 * ranks, 4 * ranks), "--cluster", str(work / "cluster.toml")]
+            words = pipeline_words(ranks, 4 * ranks, 4 * ranks)
             width = self.link.numbers(setting.transfer * FORWARD)
             model = ["--arg", f"layers={ranks}", "--arg", f"width={width}"]
             model += [] if setting.balanced else ["--arg", f"slow={SLOW}"]
             profile = ["--microbatch-sizes", "1", "--threads-per-rank", "2", *model]
             if not setting.works:
                 plans = {"1f1b": [*words, "--schedule", "1f1b"]}
-                setting.works = prepare(work, TARGET, profile, plans, OURS)
+                setting.works = prepare(work, TARGET, profile, plans, OURS, self.links)
             runs = {
                 name: train(setting.works[name], TARGET, [*words, *profile, "--schedule", name], setting.steps)
                 for name in OURS
@@ -102,8 +106,9 @@ class Emulated:
 
     def lines(self) -> list[str]:
         """Return the table."""
-        if self.link is None:
+        if self.link is None or self.links is None:
             return []
+        host = self.links.host
         alone = statistics.median(self.alone)
         lines = [
             f"A stage sleeps {FORWARD * 1e3:g} ms forward and {2 * FORWARD * 1e3:g} ms backward; both together",
@@ -111,8 +116,13 @@ class Emulated:
             "times as long. The bound of a flushing schedule is the sum of the stages plus (m - 1) times the slowest,",
             "which is (m + p - 1) times one where they are equal; the steady bound of 2bw is m times the slowest.",
             f"A message over gloo takes {self.link.latency * 1e6:.0f} us and {self.link.bandwidth / 1e9:.2f} GB/s;",
-            "its size is chosen so that it takes the given part of a forward. The same figures are in the cluster file",
-            "that `plan` reads. Profiled with `--threads-per-rank 2`, so that the wall clock counts.",
+            "its size is chosen so that it takes the given part of a forward. `plan` reads the same figures, and what",
+            "the runtime adds to stages that sleep, measured on two ranks under 1f1b:",
+            f"{host.compute_seconds * 1e6:.0f} us to a forward or backward, {host.send_seconds * 1e6:.0f} us and",
+            f"{host.send_seconds_per_byte * 1e9:.2f} ns a byte to a send, {host.receive_seconds * 1e6:.0f} us to a",
+            f"receive, {host.step_seconds * 1e3:.1f} ms to a minibatch, and {host.delivery_seconds * 1e6:.0f} us to",
+            "the way of a message.",
+            "Profiled with `--threads-per-rank 2`, so that the wall clock counts.",
             "",
             "| ranks | stages | transfer / forward | system | s a step | bound / step (quartiles) | bar | "
             "against torch (quartiles) | bar | predicted / measured | bar |",
