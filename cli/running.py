@@ -170,8 +170,9 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     settings = table.train_settings(target, given_options, launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
-    from autopipe.commands.training import together
-    from autopipe.commands.training.placement import placed, rehearse
+    with launching.uncollected():
+        from autopipe.commands.training import together
+        from autopipe.commands.training.placement import placed, rehearse
 
     settings = together.with_identity(settings, os.environ)
     if settings.launch.dry_run:
@@ -180,12 +181,12 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     if together.is_follower(settings):
         terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
-    from autopipe.commands.training import runs
-    from autopipe.report import training
-
-    from .live import watching
-
     launching.fork_early(terminal)
+    with launching.uncollected():
+        from autopipe.commands.training import runs
+        from autopipe.report import training
+
+        from .live import watching
 
     with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
         result = runs.train(placed(led), events, rendezvous)

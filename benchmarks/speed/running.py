@@ -40,9 +40,14 @@ class Run:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of every process: one thread each, and this repository's modules."""
+    """Return the environment of every process: one thread each, and this repository's modules.
+
+    Without ``PYTHONDONTWRITEBYTECODE``, with which each process would compile these modules again. Those of an
+    installed package are compiled.
+    """
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **fixed, **more}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, **fixed, **more}
 
 
 def execute(command: Sequence[str], folder: Path, **more: str) -> str:

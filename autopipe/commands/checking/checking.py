@@ -59,7 +59,10 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     The last minibatch is one sample smaller, so that microbatches of unequal size are compared as well. Ranks are
     threads; the stage files, the schedule and the loop over instructions are those of ``train``.
     """
-    with only_one(settings.plan.work_dir, "compares a plan with plain training"), Repeating() as repeating:
+    with (
+        only_one(settings.plan.work_dir, "compares a plan with plain training"),
+        Repeating(settings.plan.work_dir) as repeating,
+    ):
         if settings.plan.gpus != 1:
             repeating.start()
         prepared = prepare(settings.plan, progress)

@@ -5,6 +5,9 @@ code before, have different seeds for string hashes, and read in different secon
 a rank is, if the fork server of the ranks runs. The other is always a new process, which starts early and imports while
 the run is planned. If the digests differ, or one process cannot read, rank 0 reads for all ranks. Ranks also compare
 digests at every step, which detects a source that differs only later.
+
+If an earlier command tested the same data (``earlier``), two forked processes read while the run is prepared. If both
+read what that command's processes read, the test is complete, without a new process and without waiting a second.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import IO, Self
 
 from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.commands.training.earlier import EarlierReading, forget_earlier, load_earlier, may_read, save_earlier
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.profile import WorkloadSpec
@@ -62,9 +67,10 @@ class _Probe:
     def __init__(self, process: subprocess.Popen[bytes] | ForkServerProcess, task: _Stream, answer: _Stream) -> None:
         """Hold a process that has started, the pipe that it reads its task from, and that of its answer."""
         self.process = process
-        self.begun = 0.0
+        self.begun = 0.0  # when it was certainly reading, or had read; 0: it has no task
         self._task, self._answer = task, answer
         self._text = b""
+        self._is_ready = False
 
     @classmethod
     def new(cls, hash_seed: int) -> Self:
@@ -95,14 +101,22 @@ class _Probe:
 
     def ask(self, task: ProbeTask, deadline: float) -> None:
         """Send the task once the process is ready."""
-        if self._line(deadline) == READY:
-            with contextlib.suppress(OSError), open(self._task.fileno(), "w", encoding="utf-8", closefd=False) as file:
-                file.write(json.dumps(artifact.encode(task)) + "\n")
+        self._is_ready = self._line(deadline) == READY
+        if self._is_ready:
+            self.send(task)
         self.begun = time.monotonic()
+
+    def send(self, task: ProbeTask) -> None:
+        """Send the task, which the process reads once it is ready."""
+        with contextlib.suppress(OSError), open(self._task.fileno(), "w", encoding="utf-8", closefd=False) as file:
+            file.write(json.dumps(artifact.encode(task)) + "\n")
 
     def answer(self, deadline: float) -> Reading | str | None:
         """Return the reading, or the reason of a failure; None after the deadline."""
+        if not self.begun:  # it was sent its task before it was ready
+            self._is_ready = self._line(deadline) == READY
         line = self._line(deadline)
+        self.begun = self.begun or time.monotonic()
         if line is None:
             return None
         try:
@@ -157,7 +171,11 @@ def _forked_or_new(hash_seed: int) -> _Probe:
 class Repeating:
     """The two processes. Call ``start`` and ``begin`` early, and ``finish`` for the result. They end with the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, work_dir: Path | None = None) -> None:
+        """``work_dir``: where the result of the last test is; None: this test neither uses one nor leaves one."""
+        self._work_dir = work_dir
+        self._earlier: EarlierReading | None = None  # what the processes read now is compared with it
+        self._twin: _Probe | None = None  # the second process of such a test
         self._first: _Probe | None = None
         self._second: _Probe | None = None
         self._task: ProbeTask | None = None
@@ -168,7 +186,7 @@ class Repeating:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in (self._first, self._second):
+        for process in (self._first, self._twin, self._second):
             if process is not None:
                 process.end()
 
@@ -178,7 +196,35 @@ class Repeating:
         return self._task is not None
 
     def start(self) -> None:
-        """Start the processes, which import and then wait for their task. The fork server's is forked in ``begin``."""
+        """Start the processes, which import and then wait for their task. The fork server's is forked in ``begin``.
+
+        If there is an earlier test, two forked processes begin to read what it read.
+        """
+        if self._earlier is None and self._second is None and self._work_dir is not None and fork_server_runs():
+            self._earlier = load_earlier(self._work_dir)
+            if self._earlier is not None and may_read(self._earlier, self._work_dir):
+                self._read_as_earlier(self._earlier)
+        if self._earlier is None:
+            self._start_new()
+
+    def _read_as_earlier(self, earlier: EarlierReading) -> None:
+        try:
+            self._first = _Probe.forked()
+            self._first.send(earlier.task)
+            self._twin = _Probe.forked()
+            self._twin.send(dataclasses.replace(earlier.task, parts=0))
+        except (EOFError, OSError):  # the fork server was killed meanwhile
+            self._forget()
+
+    def _forget(self) -> None:
+        """End what reads as an earlier test did, and make the complete test."""
+        self._earlier = None
+        for process in (self._first, self._twin):
+            if process is not None:
+                process.end()
+        self._first = self._twin = None
+
+    def _start_new(self) -> None:
         if self._second is None:
             self._second = _Probe.new(HASH_SEED)
             if not fork_server_runs():
@@ -191,11 +237,19 @@ class Repeating:
         minibatch, for ``forms``.
         """
         self.start()
-        if self._first is None:
-            self._first = _forked_or_new(_OTHER_HASH_SEED)
         self._deadline = time.monotonic() + MOST_SECONDS
         self._task = ProbeTask(spec, batch_size, MINIBATCHES, evaluation, parts)
-        self._first.ask(self._task, self._deadline)
+        if self._earlier is not None:
+            if self._earlier.task == self._task:
+                if self._first is None:
+                    self._read_as_earlier(self._earlier)
+            else:
+                self._forget()
+        if self._earlier is None:
+            self._start_new()
+            if self._first is None:
+                self._first = _forked_or_new(_OTHER_HASH_SEED)
+            self._first.ask(self._task, self._deadline)
 
     def forms(self) -> tuple[SeenForm, ...]:
         """Return the forms of the microbatches that the first process read; () if it could not read."""
@@ -209,7 +263,10 @@ class Repeating:
         return self._reading
 
     def finish(self) -> Repeats:
-        """Read in the second process, and compare."""
+        """Compare with the earlier test, or read in the second process and compare."""
+        if self._as_earlier():
+            return Repeats(True)
+        self._start_new()
         first, second = self._first, self._second
         assert self._task is not None and first is not None and second is not None, "begin comes first"
         answers = [self._first_answer()]
@@ -217,7 +274,25 @@ class Repeating:
             time.sleep(max(first.begun + _APART_SECONDS - time.monotonic(), 0))
             second.ask(dataclasses.replace(self._task, parts=0), self._deadline)
             answers.append(second.answer(self._deadline))
-        return _compared(answers)
+        repeats = _compared(answers)
+        self._keep(repeats, answers[0])
+        return repeats
+
+    def _as_earlier(self) -> bool:
+        """Return whether both forked processes read what those of an earlier test read."""
+        if self._earlier is None or self._twin is None:
+            return False
+        answers = [self._first_answer(), self._twin.answer(self._deadline)]
+        self._twin.end()
+        return all(isinstance(answer, Reading) and answer.digests == self._earlier.digests for answer in answers)
+
+    def _keep(self, repeats: Repeats, first: Reading | str | None) -> None:
+        if self._work_dir is None:
+            return
+        if repeats.answer and self._task is not None and isinstance(first, Reading):
+            save_earlier(self._work_dir, EarlierReading(self._task, first.digests))
+        else:
+            forget_earlier(self._work_dir)
 
 
 def begin(repeating: Repeating, prepared: Prepared, *, evaluation: bool) -> None:

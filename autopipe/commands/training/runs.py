@@ -76,7 +76,7 @@ def train(
         )
     settings = _with_devices(settings)
     with contextlib.ExitStack() as locks:
-        with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
+        with only_one(settings.plan.work_dir, "prepares a run"), Repeating(settings.plan.work_dir) as repeating:
             path, source = _existing(settings, locks) if settings.resume else (None, None)
             if source is not None:
                 settings = as_recorded(settings, source)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import socket
@@ -37,10 +38,14 @@ def fork_early() -> None:
     arguments = _arguments()
     if arguments is None or sys.version_info >= (3, 14) or fork_server_runs():
         return
-    import torch._dynamo  # the first optimizer of a process imports it, which takes half a second
+    from autopipe.launch.rank.deferred import defer
+
+    defer()  # in the ranks
+    import torch
 
     from autopipe.launch.rank import reading, worker  # noqa: F401  # for the forked processes
 
+    gc.freeze()  # what is imported stays: no process reads it again, and copies its pages, to find garbage
     if threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     prepare_fork_server()

@@ -8,7 +8,9 @@ from autopipe.launch.rank.parent_death import die_with_parent
 
 die_with_parent()
 
-import torch._dynamo  # noqa: E402, F401  # the first optimizer of a process imports it, which takes half a second
+from autopipe.launch.rank.deferred import defer  # noqa: E402
+
+defer()  # in the ranks
 
 from autopipe.launch.rank import reading, worker  # noqa: E402  # after die_with_parent: the import takes seconds
 

@@ -71,7 +71,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     """
     if not workload.stepping.is_customized:
         return ""
-    with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), _quietly():
+    with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), _quietly(), _one_thread():
         try:
             sample = _sample(shapes or _shapes(workload))
             first = _side(workload, sample)
@@ -89,6 +89,17 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     if len(sample) < of:
         return f"the optimizer's state was stored and restored in a trial, with {len(sample)} of {of} parameters"
     return ""
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: the sample is small, and several threads would wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _shapes(workload: Workload) -> Shapes:

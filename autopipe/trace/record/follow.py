@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -171,6 +170,8 @@ def _fake_leaf(
             shape[counting] = batch
         with mode:
             return _empty(leaf, shape)
+    from torch._dynamo.source import LocalSource  # it takes half a second, and most models need no symbolic size
+
     real = _empty(leaf, leaf.shape)
     sizes = [DimDynamic.DUCK if d == counting else DimDynamic.STATIC for d in range(leaf.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)

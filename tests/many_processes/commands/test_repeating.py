@@ -184,6 +184,31 @@ def test_a_process_is_new_if_the_fork_server_ends(tmp_path: Path, monkeypatch: p
     assert tried(tmp_path, "a_list", monkeypatch).answer is True
 
 
+def test_an_earlier_test_stands_for_the_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "net.py"
+    record = tmp_path / "data-test.json"
+
+    def tested(data: str) -> Repeats:
+        file.write_text(MODEL + f"\ndef data():\n    return {data}\n")
+        spec = load_workload(LoadOptions(str(file))).spec
+        with Repeating(tmp_path) as repeating:
+            repeating.start()
+            repeating.begin(spec, 0, evaluation=False)
+            return repeating.finish()
+
+    monkeypatch.chdir(tmp_path)
+    assert tested("batches([1.0] * 9)").answer is True
+    first = record.read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(_Probe, "new", None)  # no new process may start
+        assert tested("batches([1.0] * 9)").answer is True
+    assert record.read_text() == first
+    assert tested("batches([2.0] * 9)").answer is True  # tested in full: the data changed
+    assert record.read_text() != first
+    assert tested("order_of_a_set()").answer is False
+    assert not record.exists()
+
+
 def test_slow_data_is_not_probed_but_compared_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "net.py"
     file.write_text(MODEL + "\ndef data():\n    time.sleep(1000)\n    return a_list()\n")

@@ -1,0 +1,77 @@
+"""Modules of torch whose import is deferred: eager training is the same, and everything else loads them."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+
+import torch
+
+if sys.argv[1] == "deferred":
+    from autopipe.launch.rank.deferred import defer
+
+    defer()
+
+
+def loaded():
+    return sorted({"sympy", "torch._dynamo.config"} & set(sys.modules))
+
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+for _ in range(3):
+    optimizer.zero_grad()
+    output = model(torch.ones(3, 4))
+    torch.autograd.backward([output], [torch.ones_like(output)])
+    optimizer.step()
+    scheduler.step()
+optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+print([parameter.tolist() for parameter in model.parameters()])
+print(loaded() if sys.argv[1] == "deferred" else [])
+for wrong in (torch.ones(2), torch.ones(1, 2)):
+    try:
+        torch.autograd.backward([model(torch.ones(3, 4))], [wrong])
+    except RuntimeError as error:
+        print(error)
+
+if sys.argv[2] == "compile":
+    seen = []
+    compiled = torch.compile(model.eval(), backend=lambda graph, inputs: seen.append(graph) or graph.forward)
+    print(torch.equal(compiled(torch.ones(3, 4)), model(torch.ones(3, 4))), len(seen))
+elif sys.argv[2] == "submodule":
+    import torch._dynamo.config
+
+    from torch._dynamo import convert_frame
+
+    torch._dynamo.config.disable = True
+    print(convert_frame.config.disable, convert_frame.config is sys.modules["torch._dynamo.config"])
+else:
+    from torch._dynamo import graph_break
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_eq
+
+    size = ShapeEnv().create_unbacked_symint()
+    print(graph_break(), type(sym_eq((size,), (3,))).__name__, sym_eq((2, (3,)), (2, (3,))))
+optimizer.step()
+print([parameter.tolist() for parameter in model.parameters()])
+print(loaded())
+"""
+
+
+@pytest.mark.parametrize("use", ["compile", "submodule", "names"])
+def test_training_is_the_same_and_another_use_loads_the_module(use):
+    def printed(how):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, how, use], capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    deferred = printed("deferred")
+    assert deferred[1] == "[]"
+    assert deferred[-1] == "['sympy', 'torch._dynamo.config']"
+    assert deferred == printed("at once")
