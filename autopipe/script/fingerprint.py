@@ -75,7 +75,7 @@ def _named_globals(kind: type[nn.Module]) -> list[tuple[tuple[str, ...], dict[st
         for method in vars(owner).values():
             code = getattr(method, "__code__", None)
             if code is not None:
-                XX.append((tuple(_names(code)), method.__globals__))
+                named.append((tuple(_names(code)), method.__globals__))
     return named
 
 
