@@ -55,6 +55,7 @@ class Recording:
     form: pytree.TreeSpec  # of the results
     constants: dict[str, Tensor]  # copies of the tensors that are neither parameter nor buffer, as recorded
     shared: bool  # whether two outputs, or an output and an input, share memory
+    decided: bool  # whether decisions on numbers were recorded, with guards
 
     @property
     def graph(self) -> Graph:
@@ -135,8 +136,15 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         return tensors[0], None
 
     state = torch.get_rng_state()
+    decided = False
     try:
-        followed = follow(call, model, leaves, forward=forward)  # type: ignore[arg-type]  # what it asks is there
+        # sizes are numbers: a fixed count of samples makes the tracer leave out its symbols
+        followed = follow(call, model, leaves, batch=1, forward=forward)  # type: ignore[arg-type]  # it has what is asked
+    except TraceError:
+        # a decision on numbers, such as on a mask that the model keeps, is recorded with a guard
+        torch.set_rng_state(state)
+        followed = follow(call, model, leaves, forward=forward, answer=True)  # type: ignore[arg-type]
+        decided = True
     finally:
         torch.set_rng_state(state)
     graph = describe(followed, type(model).__name__)
@@ -153,6 +161,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         results["form"],
         {name: tensor.detach().clone() for name, tensor in constants.items()},
         len(set(memory)) < len(memory) or any(name in places for name in graph.outputs),
+        decided,
     )
 
 
@@ -272,7 +281,7 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
     Raises: TraceError, ArtifactError.
     """
     name = f"call_{number}"
-    generate(recording.capture, plan, folder / name)
+    generate(recording.capture, plan, folder / name, of_a_call=True)
     graph = recording.graph
     stage_of = {
         node.name: stage.index for stage in plan.stages for node in graph.nodes[stage.start : stage.stop]

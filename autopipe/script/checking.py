@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.errors import RunError
+from autopipe.script.choosing import Choice
 from autopipe.script.codec import same_bytes
 from autopipe.script.controller import Controller
 from autopipe.script.patches import Patches
@@ -92,10 +93,11 @@ class Reference:
         """Compare when the script has made its steps here."""
         self._output = _Recorded(sys.stdout, hidden=False)
         sys.stdout = self._output
-        patches.on_step = self._stepped
+        patches.on_step = lambda controller: self._stepped(controller, controller.steps)
+        patches.on_call = self._stepped
 
-    def _stepped(self, controller: Controller) -> None:
-        if self._done or controller.steps < self.steps:
+    def _stepped(self, controller: Controller, steps: int) -> None:
+        if self._done or steps < self.steps:
             return
         self._done = True
         assert self._output is not None
@@ -199,14 +201,18 @@ class _Counting:
 
     def install(self) -> None:
         """Replace the call of modules and the steps of optimizers."""
-        from autopipe.script.optimizers import Copies
-
-        copies = Copies()
-        call, made = nn.Module.__call__, Optimizer.__init__
+        call, made, backward = nn.Module.__call__, Optimizer.__init__, torch.autograd.backward
+        choice = Choice()
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.model is None and module.training and torch.is_grad_enabled() and copies.trains(module):
-                self.model = module
+            if self.model is None:
+                if choice.takes(module):
+                    self.model = module
+            elif module is self.model and module.training and torch.is_grad_enabled():
+                if not choice.has_optimizer(module):
+                    choice.calls[id(module)] += 1
+                    if choice.calls[id(module)] > self.steps:
+                        self.enough(module)
             return call(module, *args, **kwargs)
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -214,10 +220,17 @@ class _Counting:
             if not getattr(kind.step, "autopipe", False):
                 kind.step = self._stepping(kind.step)  # type: ignore[method-assign,assignment]
             made(optimizer, *args, **kwargs)
-            copies.known.add(optimizer)
+            choice.optimizers.add(optimizer)
+
+        def backward_of(*args: Any, **kwargs: Any) -> Any:
+            result = backward(*args, **kwargs)
+            if self.model is None:
+                choice.seen_backward()
+            return result
 
         nn.Module.__call__ = called  # type: ignore[method-assign,assignment]
         Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
+        torch.autograd.backward = backward_of
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         import functools

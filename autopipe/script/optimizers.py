@@ -31,15 +31,9 @@ class Copies:
     """Which optimizers have copies on the ranks, and their numbers."""
 
     def __init__(self) -> None:
-        self.known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._groups: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._next = 0
-
-    def trains(self, model: torch.nn.Module) -> bool:
-        """Return whether an optimizer has a parameter of the model."""
-        own = {id(parameter) for parameter in model.parameters()}
-        return any(id(p) in own for o in self.known for group in o.param_groups for p in group["params"])
 
     def is_remote(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps parameters of the model."""

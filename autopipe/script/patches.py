@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.script import lazy, remote
+from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
@@ -30,8 +31,9 @@ class Patches:
 
     def __init__(self, count: int, *, timeout: float, folder: Path | None, notes: Notes) -> None:
         self.count, self.timeout, self.folder, self.notes = count, timeout, folder, notes
-        self.copies = Copies()
+        self.copies, self.choice = Copies(), Choice()
         self.on_step: Callable[[Controller], None] = lambda controller: None
+        self.on_call: Callable[[Controller, int], None] = lambda controller, steps: None  # without an optimizer
 
     def install(self) -> None:
         """Replace them."""
@@ -49,10 +51,13 @@ class Patches:
                 return _CALL(module, *args, **kwargs)
             controller = remote.controller
             if controller is None:
-                if not (module.training and torch.is_grad_enabled() and self.copies.trains(module)):
+                if not self.choice.takes(module):
                     return _CALL(module, *args, **kwargs)
                 return self._start(module, args, kwargs)
             if module is controller.model:
+                if module.training and torch.is_grad_enabled() and not self.choice.has_optimizer(module):
+                    self.choice.calls[id(module)] += 1
+                    self.on_call(controller, self.choice.calls[id(module)] - 1)
                 return controller.call(args, kwargs)
             return _CALL(module, *args, **kwargs)
 
@@ -78,7 +83,7 @@ class Patches:
             if not getattr(kind.step, "autopipe", False):
                 kind.step = self._stepping(kind.step)  # type: ignore[method-assign,assignment]
             made(optimizer, *args, **kwargs)
-            self.copies.known.add(optimizer)
+            self.choice.optimizers.add(optimizer)
 
         Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         zero = Optimizer.zero_grad
@@ -141,7 +146,10 @@ class Patches:
         def backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             leaves = [leaf for leaf in pytree.tree_leaves((tensors, grad_tensors)) if isinstance(leaf, Lazy)]
             if not leaves:
-                return backward(tensors, grad_tensors, *args, **kwargs)
+                result = backward(tensors, grad_tensors, *args, **kwargs)
+                if remote.controller is None:
+                    self.choice.seen_backward()
+                return result
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if len(roots) != 1:
                 raise refused("torch.autograd.backward of several tensors of the model")
