@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import TraceError
+from autopipe.errors import ProfileError, TraceError
 from autopipe.generate.parts import divide
 from autopipe.generate.write import generate
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Device, Measurement, NodeWork, PassWork, Profile, WorkloadSpec
+from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
 from autopipe.measure.estimate import estimate
 from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine
@@ -145,6 +145,8 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         torch.set_rng_state(state)
         followed = follow(call, model, leaves, forward=forward, answer=True)  # type: ignore[arg-type]
         decided = True
+        if any(isinstance(part, nn.RNNBase) and part.training and part.dropout for part in model.modules()):
+            raise  # the tracer does not see the draws of such a layer in this mode
     finally:
         torch.set_rng_state(state)
     graph = describe(followed, type(model).__name__)
@@ -190,14 +192,27 @@ def plan_of(recording: Recording, count: int) -> Plan:
         else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         for name, value in leaves.items()
     }
-    counted = estimate(recording.capture, _Call(real), microbatch_sizes=[1])  # type: ignore[arg-type]
-    profile = dataclasses.replace(
-        counted, measurements=(_timed(counted.measurements[0]),), device=Device("cpu", "counted", 0), batch_size=1
-    )
+    try:
+        counted = estimate(recording.capture, _Call(real), microbatch_sizes=[1])  # type: ignore[arg-type]
+        measurement = _timed(counted.measurements[0])
+    except ProfileError:  # a decision on numbers, which tensors without data do not have
+        measurement = _by_bytes(recording.graph)
+    profile = Profile(_Call.spec, recording.graph, Device("cpu", "counted", 0), (measurement,), batch_size=1)
     options = PlanOptions(
         num_ranks=count, batch_size=1, num_microbatches=1, recompute="never", exact_ties="always"
     )
     return make_plan(profile, this_machine(count, profile.device, None), options)
+
+
+def _by_bytes(graph: Graph) -> Measurement:
+    """Return costs by the bytes of parameters and results alone."""
+    costs = {}
+    for node in graph.nodes:
+        moved = sum(graph.parameters[name].num_bytes({}) for name in node.parameters)
+        result = node.spec.num_bytes({}) if node.spec is not None else 0
+        seconds = (moved + result) * _BYTE + _KERNEL
+        costs[node.name] = NodeCost(seconds, 2 * seconds, result, result)
+    return Measurement(1, costs)
 
 
 def _timed(measurement: Measurement) -> Measurement:
