@@ -193,7 +193,11 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, *, writes: bool) -> 
     if writes and isinstance(args[0], Lazy) and args[0].lz_key in controller.shared:
         raise refused(f"{name}() changes an output of the model that shares memory with another one")
     call = written(func, args, kwargs)
-    state = _state_of_draw(name, args, kwargs)
+    if name in _DRAWS:
+        if writes or (grad and any(lazy.lz_needs for lazy in lazies)):
+            raise refused(f"{name}() of an output of the model, which draws random numbers")
+        return _on_numbers(func, args, kwargs)
+    state = torch.get_rng_state() if name in _MASKS else None
     fakes = pytree.tree_map(lambda v: _faked(controller, v, grad), (args, kwargs))
     dynamic = False
     result: Any = None
@@ -270,21 +274,17 @@ def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_DRAWS = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "bernoulli",
-    "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
-    "log_normal_", "rand_like", "randn_like", "randint_like", "poisson", "gumbel_softmax", "dropout_", "rrelu_",
-    "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d",
-    "binomial", "native_dropout",
+# these consume as many numbers for zeros as for any values
+_MASKS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu",
+    "native_dropout", "scaled_dot_product_attention", "multi_head_attention_forward",
 }  # fmt: skip
-
-
-def _state_of_draw(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    if name not in _DRAWS:
-        return None
-    if kwargs.get("generator") is not None:
-        raise refused(f"{name}() of an output of the model with a generator of its own")
-    return torch.get_rng_state()
+_DRAWS = {
+    "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_",
+    "cauchy_", "log_normal_", "rand_like", "randn_like", "randint_like", "poisson", "gumbel_softmax", "dropout_",
+    "alpha_dropout_", "feature_dropout_", "rrelu_", "fractional_max_pool2d", "fractional_max_pool3d", "binomial",
+    "normal_like", "standard_gamma", "_standard_gamma", "_sample_dirichlet",
+}  # fmt: skip
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> None:
