@@ -33,7 +33,8 @@ def fingerprint(model: nn.Module) -> Hashable:
                 entries.append((key, _of(value, _DEPTH)))
             elif key not in _SKIPPED:
                 entries.append((key, id(value)))
-        entries.append(tuple(id(child) for child in module._modules.values()))
+        for registered in (module._modules, module._parameters, module._buffers):
+            entries.append(tuple(map(id, registered.values())))
         entries.extend(_globals_of(type(module)))
     return tuple(entries)
 

@@ -21,7 +21,13 @@ class RefusedError(RunError):
 
 def refused(what: str, remedy: str = "") -> RefusedError:
     """Return the error for what the script does at this moment."""
-    return RefusedError(f"autopipe run: {what}", where=place(), remedy=remedy or "run it with python")
+    error = RefusedError(f"autopipe run: {what}", where=place(), remedy=remedy or "run it with python")
+    raised.append(error)
+    return error
+
+
+raised: list[RefusedError] = []
+"""All of them: a script that catches one and goes on has other results, and must not end as if it had not."""
 
 
 def place() -> str:

@@ -82,7 +82,21 @@ def tracked(value: Tensor, what: str) -> Tensor:
 
 
 class _Intercepted:
-    """The interception, for parameters and buffers."""
+    """The interception, for parameters and buffers. ``_ordinary``: the class that the script knows."""
+
+    _ordinary: type[Tensor] = Tensor
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _as_ordinary(self, "__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_ordinary(self, "__reduce_ex__", protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return str(_as_ordinary(self, "__repr__"))
+
+    def __format__(self, spec: str) -> str:
+        return str(_as_ordinary(self, "__format__", spec))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,33 +163,24 @@ def _accessed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda value: origins.get(id(value), value), result)
 
 
-def _as_plain(tensor: Any, kind: type[Tensor], method: str, *args: Any) -> Any:
+def _as_ordinary(tensor: Any, method: str, *args: Any) -> Any:
     """Call a method of the ordinary class on an up-to-date tensor."""
-    if controller is not None and not busy():
-        controller.weights.touch([controller.weights.names[id(tensor)]] if id(tensor) in controller.weights.names else [])
+    if controller is not None and not busy() and id(tensor) in controller.weights.names:
+        controller.note_read(method)
+        controller.weights.touch([controller.weights.names[id(tensor)]])
     remote = tensor.__class__
-    tensor.__class__ = kind
+    tensor.__class__ = remote._ordinary
     try:
         return getattr(tensor, method)(*args)
     finally:
         tensor.__class__ = remote
 
 
-class RemoteParameter(_Intercepted, nn.Parameter):
+class RemoteParameter(_Intercepted, nn.Parameter):  # type: ignore[misc]  # both classes may be copied
     """A parameter of the model while it runs in stages."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _as_plain(self, nn.Parameter, "__deepcopy__", memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(self, nn.Parameter, "__reduce_ex__", protocol)
+    _ordinary = nn.Parameter
 
 
-class RemoteBuffer(_Intercepted, Tensor):
+class RemoteBuffer(_Intercepted, Tensor):  # type: ignore[misc]  # both classes may be copied
     """A buffer of the model while it runs in stages."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _as_plain(self, Tensor, "__deepcopy__", memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(self, Tensor, "__reduce_ex__", protocol)

@@ -15,6 +15,7 @@ from pathlib import Path
 from autopipe.errors import AutopipeError, RunError
 from autopipe.generate.loader import run_text
 from autopipe.script import patches as patching
+from autopipe.script import refusals
 from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
 
@@ -49,6 +50,10 @@ def run_script(
     code = execute(script, words, text)
     failed = code != 0
     try:
+        if not failed and refusals.raised:
+            report(refusals.raised[0])
+            notes.say("the script caught this error and went on: its results may differ from those of python")
+            code, failed = refusals.raised[0].exit_code, True
         if not failed:
             for controller in patching.starting:
                 controller.release()

@@ -767,9 +767,9 @@ def input_changed():
     opt.zero_grad()
     x, y = batch()
     loss = F.cross_entropy(model(x), y)
+    loss.backward()
     x.zero_()
     y.zero_()
-    loss.backward()
     opt.step()
     show(loss)
 
