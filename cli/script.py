@@ -31,7 +31,12 @@ from .terminal import Terminal
     help="Parts of each batch of the script. Only 1 so far: accumulation in the script gives overlap.",
 )
 @options.option(
-    "--timeout", type=types.NUMBER, default=1800.0, show_default=True, metavar="SECONDS", help="Silence that ends a run."
+    "--timeout",
+    type=types.NUMBER,
+    default=1800.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence that ends a run.",
 )
 @options.option(
     "--stages-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the stage files in this directory."

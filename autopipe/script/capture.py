@@ -198,9 +198,7 @@ def plan_of(recording: Recording, count: int) -> Plan:
     except ProfileError:  # a decision on numbers, which tensors without data do not have
         measurement = _by_bytes(recording.graph)
     profile = Profile(_Call.spec, recording.graph, Device("cpu", "counted", 0), (measurement,), batch_size=1)
-    options = PlanOptions(
-        num_ranks=count, batch_size=1, num_microbatches=1, recompute="never", exact_ties="always"
-    )
+    options = PlanOptions(num_ranks=count, batch_size=1, num_microbatches=1, recompute="never", exact_ties="always")
     return make_plan(profile, this_machine(count, profile.device, None), options)
 
 
@@ -256,7 +254,15 @@ class Program:
 
         graph, plan = self.recording.graph, self.plan
         crossings = [
-            (index, b.value, b.producer, b.consumers, b.spec.concrete({}), getattr(torch, b.spec.dtype), b.spec.requires_grad)
+            (
+                index,
+                b.value,
+                b.producer,
+                b.consumers,
+                b.spec.concrete({}),
+                getattr(torch, b.spec.dtype),
+                b.spec.requires_grad,
+            )
             for index, b in enumerate(plan.boundaries)
         ]
         forms = []
@@ -281,7 +287,11 @@ class Program:
                     "reads": sorted(
                         {
                             *plan.stages[part.index].parameters,
-                            *(n for node in part.nodes for n in (*node.parameters, *node.buffers, *node.buffers_written)),
+                            *(
+                                n
+                                for node in part.nodes
+                                for n in (*node.parameters, *node.buffers, *node.buffers_written)
+                            ),
                             *(graph.aliases.get(name, name) for name in (*part.parameters, *part.buffers)),
                         }
                     ),
@@ -298,9 +308,7 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
     name = f"call_{number}"
     generate(recording.capture, plan, folder / name, of_a_call=True)
     graph = recording.graph
-    stage_of = {
-        node.name: stage.index for stage in plan.stages for node in graph.nodes[stage.start : stage.stop]
-    }
+    stage_of = {node.name: stage.index for stage in plan.stages for node in graph.nodes[stage.start : stage.stop]}
     draws = tuple(
         Draw(stage_of[node.name], node)
         for node in recording.capture.module.graph.nodes

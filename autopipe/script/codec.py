@@ -271,5 +271,3 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
         return False
     left, right = (t.contiguous().view(torch.uint8) for t in (a.reshape(-1), b.reshape(-1)))
     return bool(torch.equal(left, right))
-
-

@@ -187,9 +187,7 @@ class Controller:
             with self.fakes:
                 fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype)
             needs = grad and output.grad
-            values.append(
-                Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name)
-            )
+            values.append(Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name))
         return pytree.tree_unflatten(values, program.recording.form)
 
     def _here(self, args: Any, kwargs: Any) -> Any:
@@ -349,7 +347,9 @@ class Controller:
             self.ranks.send(rank, ["program", form])
 
     def _sync_flags(self) -> None:
-        now = {name: tensor.requires_grad for name, tensor in self.weights.tensors.items() if tensor.is_floating_point()}
+        now = {
+            name: tensor.requires_grad for name, tensor in self.weights.tensors.items() if tensor.is_floating_point()
+        }
         changed = {name: flag for name, flag in now.items() if self._flags.get(name, flag) != flag}
         self._flags = now
         if changed:
@@ -393,5 +393,3 @@ class Controller:
         self.weights.touch(())
         if self.weights.stale:
             self.weights.gather()
-
-

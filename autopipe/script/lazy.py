@@ -43,9 +43,7 @@ class Lazy(Tensor):
     lz_read: tuple[int, int, Any] | None
 
     @staticmethod
-    def make(
-        controller: Controller, key: int, fake: Tensor, *, needs: bool, calls: frozenset[int], name: str
-    ) -> Lazy:
+    def make(controller: Controller, key: int, fake: Tensor, *, needs: bool, calls: frozenset[int], name: str) -> Lazy:
         """Return the tensor for value ``key``. ``fake``: has its shape and dtype. ``name``: of its grad_fn."""
         lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)  # type: ignore[attr-defined]
         lazy.lz_controller, lazy.lz_key, lazy.lz_fake = controller, key, fake
@@ -98,8 +96,10 @@ class Lazy(Tensor):
 
 
 def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or (
-        name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
     )
 
 
@@ -249,7 +249,13 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, *, writes: bool) -> 
 
 
 def _changed(
-    lazy: Any, keys: list[int], tensors: list[Tensor], extra: int, calls: frozenset[int], controller: Controller, name: str
+    lazy: Any,
+    keys: list[int],
+    tensors: list[Tensor],
+    extra: int,
+    calls: frozenset[int],
+    controller: Controller,
+    name: str,
 ) -> Any:
     """Note that a value was changed in place."""
     controller.changes += 1
@@ -334,4 +340,3 @@ def _text(lazy: Lazy) -> str:
 def contains_lazy(values: Iterable[Any]) -> bool:
     """Return whether a lazy tensor is among values, also inside containers."""
     return any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(list(values)))
-

@@ -131,7 +131,11 @@ class Patches:
 
         @functools.wraps(original)
         def clip_grad_norm_(
-            parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
+            parameters: Any,
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: Any = None,
         ) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             controller = remote.controller
@@ -256,5 +260,9 @@ def _clip(
 
 
 def _check_distributed() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise refused("a script that is one process of several (torch.distributed)", "start it as one process")

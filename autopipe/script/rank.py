@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -199,9 +200,9 @@ class Rank:
 
 
 def main(words: list[str]) -> None:
-    """Run a rank: descriptor of the socket, rank, number of ranks, folder, seconds until a wait fails."""
+    """Run a rank: descriptor of the socket, rank, number of ranks, folder, seconds until a wait fails, temporary."""
     descriptor, rank, count = (int(word) for word in words[:3])
-    _end_with(os.getppid())
+    _end_with(os.getppid(), Path(words[3]) if "temporary" in words[5:] else None)
     wire = Wire(socket(fileno=descriptor))
     try:
         settings = wire.receive()
@@ -230,12 +231,14 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, also if it was killed."""
+def _end_with(parent: int, folder: Path | None) -> None:
+    """End this process when its parent has ended, also if it was killed; remove a temporary folder of the run."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(4)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

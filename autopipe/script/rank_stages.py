@@ -85,7 +85,9 @@ class RankStages:
     @property
     def owned_parameters(self) -> list[str]:
         """The names of the parameters among ``owned``."""
-        return [name for name, tensor in self.tensors.items() if name in self.owned and isinstance(tensor, nn.Parameter)]
+        return [
+            name for name, tensor in self.tensors.items() if name in self.owned and isinstance(tensor, nn.Parameter)
+        ]
 
     def close(self) -> None:
         """Wait for the other ranks."""

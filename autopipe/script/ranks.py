@@ -34,7 +34,7 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.wires: list[Wire] = []
         self.owner = os.getpid()
-        self._waiting_since = 0.0
+        self._waiting_since, self._waited = 0.0, 0
         for rank in range(count):
             self._start(rank)
         settings = {
@@ -52,6 +52,7 @@ class Ranks:
     def _start(self, rank: int) -> None:
         here, there = socket.socketpair()
         words = [str(there.fileno()), str(rank), str(self.count), str(self.folder), str(self.timeout)]
+        words += ["temporary"] if self.temporary else []
         package = str(Path(__file__).resolve().parents[2])
         code = f"import sys; sys.path.insert(0, {package!r}); from autopipe.script.rank import main; main(sys.argv[1:])"
         self.processes.append(
@@ -73,7 +74,7 @@ class Ranks:
             if code is not None and code != 0:
                 raise self._failure(rank, code)
         if self._waiting_since and time.monotonic() - self._waiting_since > self.timeout:
-            raise WorkerError(f"no rank has answered for {self.timeout:.0f} s", remedy="a larger --timeout")
+            raise WorkerError(f"no answer for {self.timeout:.0f} s", rank=self._waited, remedy="a larger --timeout")
 
     def _failure(self, rank: int, code: int) -> WorkerError:
         """Return the error of the rank that failed first: others end with code 4 because of it."""
@@ -86,11 +87,13 @@ class Ranks:
                         reports.append((other, message))
         if reports:
             other, message = reports[0]
-            return WorkerError(f"rank {other} failed: {message[1]}\n{message[2]}")
+            return _failed(other, message)
         dead = [(r, p.poll()) for r, p in enumerate(self.processes)]
         first = next(((r, c) for r, c in dead if c not in (None, 0, 4)), (rank, code))
         how = f"was killed by signal {-first[1]}" if (first[1] or 0) < 0 else f"ended with code {first[1]}"
-        return WorkerError(f"rank {first[0]} {how}; the run cannot continue", remedy="start it again")
+        return WorkerError(
+            f"the process of a stage {how}; the run cannot continue", rank=first[0], remedy="start it again"
+        )
 
     def send(self, rank: int, command: list[Any]) -> None:
         """Send a command without waiting. Raises: WorkerError, UnsendableError."""
@@ -101,7 +104,7 @@ class Ranks:
 
     def receive(self, rank: int) -> Any:
         """Return the next answer of a rank. Raises: WorkerError."""
-        self._waiting_since = time.monotonic()
+        self._waiting_since, self._waited = time.monotonic(), rank
         try:
             message = self.wires[rank].receive()
         except GoneError:
@@ -109,7 +112,7 @@ class Ranks:
         finally:
             self._waiting_since = 0.0
         if message[0] == "error":
-            raise WorkerError(f"rank {rank} failed: {message[1]}\n{message[2]}")
+            raise _failed(rank, message)
         return message[-1]
 
     def _gone(self, rank: int) -> WorkerError:
@@ -137,3 +140,8 @@ class Ranks:
             process.wait()
         if self.temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _failed(rank: int, message: list[str]) -> WorkerError:
+    """Return the error for a rank's report: ["error", text, traceback]."""
+    return WorkerError(f"a stage failed: {message[1]}", rank=rank, stage=rank, remote_traceback=message[2])

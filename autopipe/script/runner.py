@@ -73,7 +73,8 @@ def run_script(
 
 def report(error: AutopipeError) -> None:
     """Write an error of autopipe."""
-    sys.stderr.write(f"Error: {error}\n")
+    trace = getattr(error, "remote_traceback", "")
+    sys.stderr.write(f"{trace}Error: {error}\n")
     sys.stderr.flush()
 
 
