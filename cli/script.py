@@ -42,7 +42,7 @@ from .terminal import Terminal
     "--stages-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the stage files in this directory."
 )
 @options.verbosity
-@click.pass_obj
+@click.pass_obj  # type: ignore[arg-type]  # it passes the terminal
 def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> int:
     """Run an unmodified training script with its model in stages.
 

@@ -27,7 +27,8 @@ def stage_text(capture: Captured, plan: Plan, part: Part, *, of_a_call: bool = F
     """Return the text of the file of a stage. ``of_a_call``: its results are not the loss and its weight."""
     graph = capture.graph
     first = Imports()
-    _forward(capture, part, first, set(), of_a_call)  # a first pass collects the imports: no variable may have the same name
+    # a first pass collects the imports: no variable may have the same name
+    _forward(capture, part, first, set(), of_a_call)
     imports = Imports()
     forward = _forward(capture, part, imports, first.taken, of_a_call)
     imports.name("autopipe.stage", "Stage")
@@ -63,9 +64,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part, *, of_a_call: bool = F
     return "\n".join(lines) + "\n"
 
 
-def _forward(
-    capture: Captured, part: Part, imports: Imports, reserved: set[str], of_a_call: bool
-) -> list[str]:
+def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str], of_a_call: bool) -> list[str]:
     """Return the lines of the method, and add to ``imports``."""
     graph = capture.graph
     recorded = {node.name: node for node in capture.module.graph.nodes}
@@ -84,7 +83,8 @@ def _forward(
     taken = [str(writer.names[value].doc[0]) for value in arriving]
     writing = Body(writer, variables, grouped, part.units)
     body = writing.write(8)
-    tail = ["", *(f"        # {line}" for line in _borders(graph, part, writer, recorded, leave=True, of_a_call=of_a_call))]
+    leaving_lines = _borders(graph, part, writer, recorded, leave=True, of_a_call=of_a_call)
+    tail = ["", *(f"        # {line}" for line in leaving_lines)]
     results = tuple(writer.value(recorded[value]).doc for value in leaving)
     returned: tuple[Doc, ...] = ((*results[0], ","),) if len(results) == 1 else results
     body += [*tail, *wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)]

@@ -132,7 +132,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         if not tensors:
             raise TraceError("the call of the model returns no tensor")
         write = recorder.writer.set_output
-        recorder.writer.set_output = lambda _: write(tensors)  # type: ignore[method-assign]
+        recorder.writer.set_output = lambda values: write(tensors)  # type: ignore[method-assign]
         return tensors[0], None
 
     state = torch.get_rng_state()
@@ -193,7 +193,7 @@ def plan_of(recording: Recording, count: int) -> Plan:
         for name, value in leaves.items()
     }
     try:
-        counted = estimate(recording.capture, _Call(real), microbatch_sizes=[1])  # type: ignore[arg-type]
+        counted = estimate(recording.capture, _Call(real), microbatch_sizes=[1])
         measurement = _timed(counted.measurements[0])
     except ProfileError:  # a decision on numbers, which tensors without data do not have
         measurement = _by_bytes(recording.graph)

@@ -38,6 +38,13 @@ class Choice:
         self.calls[id(module)] += 1
         return module in self._trained
 
+    def by_hand(self, model: nn.Module) -> int:
+        """Return the number of training calls up to this one of a model that no optimizer trains, else 0."""
+        if not (model.training and torch.is_grad_enabled()) or self.has_optimizer(model):
+            return 0
+        self.calls[id(model)] += 1
+        return self.calls[id(model)]
+
     def seen_backward(self) -> None:
         """Note which models a backward has given gradients."""
         if not self._trained:

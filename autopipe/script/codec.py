@@ -56,7 +56,7 @@ def decoded(read: Callable[[memoryview], None]) -> Any:
     for size in json.loads(bytes(sizes)):
         blob = torch.empty(size, dtype=torch.uint8)
         if size:
-            read(memoryview(blob.numpy()))
+            read(memoryview(blob.numpy()))  # type: ignore[arg-type]  # an array has a buffer
         blobs.append(blob)
     return _decoded(json.loads(bytes(header)), blobs)
 
@@ -141,7 +141,7 @@ def _tensor(tensor: Tensor, blobs: list[memoryview]) -> Any:
         span = plain.numel()
     memory = plain.as_strided((span,), (1,), plain.storage_offset()).clone()
     memory = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
-    blobs.append(memoryview(memory.view(torch.uint8).numpy()))
+    blobs.append(memoryview(memory.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array has a buffer
     dtype = str(plain.dtype).removeprefix("torch.")
     return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride())]
 
@@ -154,20 +154,18 @@ def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype)
     if dtype.is_complex:
         real = memory.view(dtype.to_real()).view(-1, 2)
-        return torch.view_as_complex(real).as_strided(shape, stride)
+        number: Tensor = torch.view_as_complex(real)
+        return number.as_strided(shape, stride)
     return memory.view(dtype).as_strided(shape, stride)
 
 
-@functools.cache
 def name_of(target: Any) -> str:
     """Return the dotted name of a function or class that every process can import.
 
     Raises: UnsendableError if the name leads to something else, as for a function that is local or of the script.
     """
-    if isinstance(target, type):
-        name = f"{target.__module__}.{target.__qualname__}"
-    else:
-        name = qualified_name(target)
+    own = f"{target.__module__}.{target.__qualname__}" if isinstance(target, type) else ""
+    name = own or qualified_name(target)
     if name.startswith("__main__.") or "<" in name:
         raise UnsendableError(f"{name}, which only the script has")
     try:

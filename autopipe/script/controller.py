@@ -86,7 +86,7 @@ class Controller:
         self._call_holders.update(calls)
 
     def dropped(self, key: int, calls: frozenset[int]) -> None:
-        """Note that the script has dropped a lazy tensor. It is called by the garbage collector: it only takes notes."""
+        """Note that the script has dropped a lazy tensor. The garbage collector calls it: it only takes notes."""
         self._holders[key] -= 1
         if not self._holders[key]:
             self._dropped.append(key)
@@ -215,11 +215,12 @@ class Controller:
     def _program(self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool) -> Program | None:
         signature = self._signature(flat, form)
         if signature is None:
-            return self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
-        program = self.programs.get(signature, self)
-        if program is not self:
-            if program is None or self._same_constants(program):  # type: ignore[arg-type]  # a program or None
-                return program  # type: ignore[return-value]
+            self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
+            return None
+        if signature in self.programs:
+            program = self.programs[signature]
+            if program is None or self._same_constants(program):
+                return program
         self._check_tensors()
         evaluations = sum(key[-1] is False for key in self.programs)  # type: ignore[index]  # tuples
         if len(self.programs) >= MOST_PROGRAMS or (not grad and evaluations >= MOST_EVALUATIONS):
@@ -227,12 +228,13 @@ class Controller:
                 raise refused(f"the model was called in more than {MOST_PROGRAMS} forms (shapes, modes, attributes)")
             self.programs[signature] = None
             return None
+        recorded: Program | None = None
         try:
-            program = self._recorded(args, kwargs)
+            recorded = self._recorded(args, kwargs)
         except (AutopipeError, UnsendableError) as error:
-            program = self._impossible(error, grad)
-        self.programs[signature] = program
-        return program
+            self._impossible(error, grad)
+        self.programs[signature] = recorded
+        return recorded
 
     def _impossible(self, error: Exception, grad: bool) -> None:
         """Raise for a training call that cannot run in stages; note one without gradients, which runs here."""

@@ -7,7 +7,7 @@ are compared by identity and version.
 
 from __future__ import annotations
 
-import functools
+import math
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 4
+_KNOWN: dict[type[nn.Module], list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SKIPPED = {
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs",
@@ -41,7 +42,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 def _of(value: Any, depth: int) -> Hashable:
     if isinstance(value, _PLAIN):
-        return (type(value).__name__, value if value == value else repr(value))
+        return (type(value).__name__, repr(value) if isinstance(value, float) and math.isnan(value) else value)
     if isinstance(value, Tensor):
         return ("tensor", id(value), value._version)
     if isinstance(value, nn.Module) or depth == 0:
@@ -66,9 +67,10 @@ def _globals_of(kind: type[nn.Module]) -> Iterator[Hashable]:
                 yield name, _of(value, 2)
 
 
-@functools.cache
 def _named_globals(kind: type[nn.Module]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
     """Return the global names in the methods of a class that torch did not write, with the globals."""
+    if kind in _KNOWN:
+        return _KNOWN[kind]
     named: list[tuple[tuple[str, ...], dict[str, Any]]] = []
     for owner in kind.__mro__:
         if owner.__module__.startswith("torch."):
@@ -77,6 +79,7 @@ def _named_globals(kind: type[nn.Module]) -> list[tuple[tuple[str, ...], dict[st
             code = getattr(method, "__code__", None)
             if code is not None:
                 named.append((tuple(_names(code)), method.__globals__))
+    _KNOWN[kind] = named
     return named
 
 

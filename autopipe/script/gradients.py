@@ -97,7 +97,7 @@ class Gradients:
     def moved(self) -> None:
         """Note that a backward, or a scaling, has changed the gradients on the ranks."""
         self.any, self._known = True, False
-        kept = {}
+        kept: dict[str, Tensor | None] = {}
         for name in list(self.seen):
             value = self.seen[name]
             # torch adds to a gradient in place: what the script keeps of it must follow

@@ -45,23 +45,23 @@ class Lazy(Tensor):
     @staticmethod
     def make(controller: Controller, key: int, fake: Tensor, *, needs: bool, calls: frozenset[int], name: str) -> Lazy:
         """Return the tensor for value ``key``. ``fake``: has its shape and dtype. ``name``: of its grad_fn."""
-        lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)  # type: ignore[attr-defined]
+        lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)
         lazy.lz_controller, lazy.lz_key, lazy.lz_fake = controller, key, fake
         lazy.lz_needs, lazy.lz_calls, lazy.lz_name, lazy.lz_read = needs, calls if needs else frozenset(), name, None
         controller.held(key, lazy.lz_calls)
         weakref.finalize(lazy, controller.dropped, key, lazy.lz_calls).atexit = False
         return lazy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return _text(self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run what reached C++ without being recorded: on real values, if no gradient is lost by that."""
         leaves = pytree.tree_leaves((args, kwargs or {}))
-        if torch.is_grad_enabled() and any(isinstance(leaf, Lazy) and leaf.lz_needs for leaf in leaves):
-            if "_local_scalar_dense" not in str(func) and "equal" not in str(func):
-                raise refused(f"{func} of an output of the model cannot be recorded")
+        needy = torch.is_grad_enabled() and any(isinstance(leaf, Lazy) and leaf.lz_needs for leaf in leaves)
+        if needy and "_local_scalar_dense" not in str(func) and "equal" not in str(func):
+            raise refused(f"{func} of an output of the model cannot be recorded")
         real, more = pytree.tree_map(lambda v: value_of(v) if isinstance(v, Lazy) else v, (args, kwargs or {}))
         return func(*real, **more)
 
@@ -180,7 +180,9 @@ def _faked(controller: Controller, value: Any, grad: bool) -> Any:
     return value
 
 
-def _recorded(func: Any, name: str, args: Any, kwargs: Any, *, writes: bool) -> Any:
+def _recorded(  # noqa: PLR0915 - one call, step by step
+    func: Any, name: str, args: Any, kwargs: Any, *, writes: bool
+) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     lazies = [leaf for leaf in leaves if isinstance(leaf, Lazy)]
     controller, grad = lazies[0].lz_controller, torch.is_grad_enabled()

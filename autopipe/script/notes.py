@@ -77,8 +77,8 @@ class Notes:
             return
         if count == 1:
             self.say(
-                "no overlap between stages: each optimizer step has one forward and backward. The model is divided over "
-                f"{stages} processes, and training is not faster. Gradient accumulation in the script gives overlap"
+                "no overlap between stages: each optimizer step has one forward and backward. The model is divided "
+                f"over {stages} processes, and training is not faster. Gradient accumulation in the script gives overlap"
             )
             return
         faster = count * whole / (whole + (count - 1) * slowest)
@@ -90,8 +90,8 @@ class Notes:
             )
             return
         self.say(
-            f"overlap from the script's accumulation of {count} microbatches: {faster:.2f} times the speed of one process "
-            "is predicted, by counted operations"
+            f"overlap from the script's accumulation of {count} microbatches: {faster:.2f} times the speed of one "
+            "process is predicted, by counted operations"
         )
 
     def start(self, controller: Controller) -> None:

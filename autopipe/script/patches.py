@@ -55,13 +55,13 @@ class Patches:
                     return _CALL(module, *args, **kwargs)
                 return self._start(module, args, kwargs)
             if module is controller.model:
-                if module.training and torch.is_grad_enabled() and not self.choice.has_optimizer(module):
-                    self.choice.calls[id(module)] += 1
-                    self.on_call(controller, self.choice.calls[id(module)] - 1)
+                number = self.choice.by_hand(module)
+                if number:
+                    self.on_call(controller, number - 1)
                 return controller.call(args, kwargs)
             return _CALL(module, *args, **kwargs)
 
-        nn.Module.__call__ = called  # type: ignore[method-assign,assignment]
+        nn.Module.__call__ = called  # type: ignore[method-assign]
 
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _check_distributed()
@@ -85,7 +85,7 @@ class Patches:
             made(optimizer, *args, **kwargs)
             self.choice.optimizers.add(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
+        Optimizer.__init__ = init  # type: ignore[method-assign]
         zero = Optimizer.zero_grad
 
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -104,7 +104,7 @@ class Patches:
             else:
                 _zero(parameters, set_to_none)
 
-        nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
+        nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign,assignment]
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -246,7 +246,7 @@ def _clip(
     given = [norms[name] for name in names if name in norms]
     if not given:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(given), order)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(given), order)
     if error and bool(torch.logical_or(total.isnan(), total.isinf())):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "

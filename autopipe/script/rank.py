@@ -1,7 +1,8 @@
 """A rank of ``autopipe run``: it executes the controller's commands in 1F1B order.
 
 A backward waits for the gradient of the stage after it. So a rank that is ``ahead`` stages before the last one keeps up
-to ``ahead`` backwards waiting, and executes them before any command that depends on them: a step, a read, a write. With an accumulation loop, whose commands are F B F B ..., this is 1F1B; backwards stay in order, so
+to ``ahead`` backwards waiting, and executes them before any command that depends on them: a step, a read, a write.
+With an accumulation loop, whose commands are F B F B ..., this is 1F1B; backwards stay in order, so
 the sums of gradients are those of the script.
 """
 
@@ -202,7 +203,8 @@ class Rank:
 def main(words: list[str]) -> None:
     """Run a rank: descriptor of the socket, rank, number of ranks, folder, seconds until a wait fails, temporary."""
     descriptor, rank, count = (int(word) for word in words[:3])
-    _end_with(os.getppid(), Path(words[3]) if "temporary" in words[5:] else None)
+    parent, folder = os.getppid(), Path(words[3]) if "temporary" in words[5:] else None
+    _end_with(parent, folder)
     wire = Wire(socket(fileno=descriptor))
     try:
         settings = wire.receive()
@@ -215,6 +217,8 @@ def main(words: list[str]) -> None:
         wire.send(["ready"])
         served.serve()
     except (GoneError, TransportClosed):
+        if os.getppid() != parent and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         _exit(4)  # another process has failed, and reports it
     except BaseException as error:
         with contextlib.suppress(Exception):

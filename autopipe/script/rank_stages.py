@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.transport.absent import absent, is_absent
-from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
+from autopipe.runtime.transport.distributed import ProcessTransport, file_store, start_process_group
 from autopipe.script.codec import rebuilt_module
 from autopipe.stage import Container, Stage
 from autopipe.strides import Layout
@@ -22,7 +21,12 @@ class _Crossing:
     """A value that crosses between stages, as one rank sees it."""
 
     def __init__(self, form: tuple[Any, ...]) -> None:
-        self.index, self.name, self.producer, consumers, shape, self.dtype, self.grad = form
+        index, name, producer, consumers, shape, dtype, grad = form
+        self.index: int = index
+        self.name: str = name
+        self.producer: int = producer
+        self.dtype: torch.dtype = dtype
+        self.grad: bool = grad
         self.consumers: list[int] = list(consumers)
         self.layout = Layout(tuple(shape), self.dtype)
 
@@ -74,8 +78,7 @@ class RankStages:
         self.programs: dict[int, _Program] = {}
         self.flights: dict[int, _Flight] = {}
         self._current = -1
-        store = dist.FileStore(str(folder / "store"), count)
-        start_process_group(store, rank, count, timeout_seconds=timeout)
+        start_process_group(file_store(folder / "store", count), rank, count, timeout_seconds=timeout)
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         self.transport = ProcessTransport(
             [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
@@ -184,7 +187,7 @@ class RankStages:
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
-                gradient += tensor.grad
+                gradient.add_(tensor.grad)
             tensor.grad = gradient
 
     def _backward(self, flight: _Flight, retain: bool) -> None:

@@ -29,7 +29,8 @@ METADATA = {
 METADATA_CALLS = {
     "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement", "ndimension",
     "__hash__", "is_contiguous", "get_device", "is_same_size", "storage_offset", "has_names", "is_signed", "__len__",
-    "is_inference", "is_conj", "is_neg", "dim_order", "is_tensor", "is_shared", "is_pinned", "is_coalesced", "is_set_to",
+    "is_inference", "is_conj", "is_neg", "dim_order", "is_tensor", "is_shared", "is_pinned", "is_coalesced",
+    "is_set_to",
 }  # fmt: skip
 _REFUSED = {
     "register_hook": "a hook on a parameter would not run on its rank",
@@ -41,26 +42,25 @@ _REFUSED = {
 controller: Controller | None = None
 """The controller whose parameters are remote; None before the first training call of the model."""
 
-_busy = 0
+_own_use: list[None] = []
 
 
 def busy() -> bool:
     """Return whether autopipe itself is using the model, so that nothing is intercepted."""
-    return _busy > 0
+    return bool(_own_use)
 
 
 @contextlib.contextmanager
 def plain(tensors: dict[str, Tensor]) -> Iterator[None]:
     """Make the tensors of the model ordinary ones inside, for autopipe's own use."""
-    global _busy
-    _busy += 1
+    _own_use.append(None)
     kinds = {name: tensor.__class__ for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     try:
         yield
     finally:
-        _busy -= 1
+        _own_use.pop()
         for name, tensor in tensors.items():
             tensor.__class__ = kinds[name]
 
@@ -77,7 +77,8 @@ def tracked(value: Tensor, what: str) -> Tensor:
     def refuse(gradient: Tensor) -> Tensor:
         raise refused(f"{what}: the gradient would be lost")
 
-    leaf.register_hook(refuse)
+    hooks: Any = leaf
+    hooks.register_hook(refuse)
     return leaf
 
 

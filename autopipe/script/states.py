@@ -1,4 +1,4 @@
-"""``States``: ``optimizer.state`` of an optimizer whose copies on the ranks step. It is read from them on any access."""
+"""``States``: ``optimizer.state`` of an optimizer whose copies on the ranks step. Any access reads it from them."""
 
 from __future__ import annotations
 

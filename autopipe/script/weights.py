@@ -22,7 +22,7 @@ def storage_uses(tensor: Tensor) -> int:
     """Return how many tensors and storages refer to the memory of a tensor; 1 if only it does."""
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]  # without this object
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without this object
 
 
 class Weights:

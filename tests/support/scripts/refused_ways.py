@@ -105,7 +105,7 @@ def address():
 
 
 def version():
-    model[0].weight._version
+    print(model[0].weight._version)
 
 
 def shared_memory():
@@ -160,7 +160,9 @@ def tied_later():
 
 
 def replaced_parameters():
-    torch.func.functional_call(model, {k: v.detach().clone() for k, v in model.named_parameters()}, (data,)).sum().backward()
+    torch.func.functional_call(
+        model, {k: v.detach().clone() for k, v in model.named_parameters()}, (data,)
+    ).sum().backward()
 
 
 def compiled():
@@ -198,7 +200,11 @@ def out_argument():
 
 
 NOT_WAYS = {"loss_of"}
-WAYS = [v for k, v in list(globals().items()) if type(v) is type(loss_of) and v.__module__ == "__main__" and k not in NOT_WAYS]
+WAYS = [
+    v
+    for k, v in list(globals().items())
+    if type(v) is type(loss_of) and v.__module__ == "__main__" and k not in NOT_WAYS
+]
 
 
 def plain_step():
@@ -222,7 +228,11 @@ if __name__ == "__main__":
             line = way.__code__.co_firstlineno
             last = line + len(list(way.__code__.co_lines()))
             where = getattr(error, "where", "")
-            kind = "refused" if str(error).startswith("autopipe run:") and f"{__file__}:" in where else type(error).__name__
+            kind = (
+                "refused"
+                if str(error).startswith("autopipe run:") and f"{__file__}:" in where
+                else type(error).__name__
+            )
             print(f"{way.__name__}: {kind}", file=sys.stderr)
         else:
             print(f"{way.__name__}: ran", file=sys.stderr)

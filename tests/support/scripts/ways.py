@@ -149,7 +149,11 @@ def vector():
 
 def torch_tensor():
     step()
-    show(torch.tensor(model.head.bias.tolist()), torch.tensor(model.head.bias.detach()), torch.stack(list(model.head.bias.detach())))
+    show(
+        torch.tensor(model.head.bias.tolist()),
+        torch.tensor(model.head.bias.detach()),
+        torch.stack(list(model.head.bias.detach())),
+    )
 
 
 def dlpack():
@@ -159,7 +163,9 @@ def dlpack():
 
 def storage():
     step()
-    show(model.head.weight.untyped_storage().nbytes(), torch.tensor(model.head.bias.detach().untyped_storage().tolist()))
+    show(
+        model.head.weight.untyped_storage().nbytes(), torch.tensor(model.head.bias.detach().untyped_storage().tolist())
+    )
 
 
 def deepcopy_model():
@@ -198,7 +204,9 @@ def foreach_norm():
 
 def buffers():
     step()
-    show(model.norm.running_var, model.norm.num_batches_tracked.item(), dict(model.named_buffers())["norm.running_mean"])
+    show(
+        model.norm.running_var, model.norm.num_batches_tracked.item(), dict(model.named_buffers())["norm.running_mean"]
+    )
 
 
 def kept_buffer():
@@ -362,9 +370,9 @@ def ema():
     for _ in range(2):
         step()
         with torch.no_grad():
-            for a, p in zip(average.parameters(), model.parameters()):
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
                 a.mul_(0.9).add_(p, alpha=0.1)
-            for a, b in zip(average.buffers(), model.buffers()):
+            for a, b in zip(average.buffers(), model.buffers(), strict=True):
                 a.copy_(b)
     show(*average.state_dict().values())
 
@@ -536,7 +544,7 @@ def retained():
 
 def scaled_backward():
     opt.zero_grad()
-    x, y = batch()
+    x, _ = batch()
     out = model(x)
     out.backward(torch.ones(12, 4))
     opt.step()
@@ -704,7 +712,13 @@ def metrics():
     x, y = batch()
     out = model(x)
     loss = F.cross_entropy(out, y)
-    show(out.shape, out.requires_grad, loss.item(), (out.argmax(-1) == y).sum().item(), out.detach().cpu().numpy().sum().item())
+    show(
+        out.shape,
+        out.requires_grad,
+        loss.item(),
+        (out.argmax(-1) == y).sum().item(),
+        out.detach().cpu().numpy().sum().item(),
+    )
     print(loss, out[:1])
     _, predicted = out.max(1)
     show(predicted.eq(y).sum(), out.softmax(1).max(), out.topk(2).indices)
@@ -775,7 +789,9 @@ def input_changed():
 
 
 NOT_WAYS = {"adam", "batch", "loss_of", "step", "show"}
-WAYS = [v for k, v in list(globals().items()) if type(v) is type(step) and v.__module__ == "__main__" and k not in NOT_WAYS]
+WAYS = [
+    v for k, v in list(globals().items()) if type(v) is type(step) and v.__module__ == "__main__" and k not in NOT_WAYS
+]
 
 if __name__ == "__main__":
     chosen = sys.argv[1:]
