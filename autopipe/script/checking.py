@@ -215,7 +215,7 @@ class _Counting:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             kind = type(optimizer)
             if not getattr(kind.step, "autopipe", False):
-                kind.step = self._stepping(kind.step)  # type: ignore[method-assign,assignment]
+                kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
             made(optimizer, *args, **kwargs)
             choice.optimizers.add(optimizer)
 
@@ -226,7 +226,7 @@ class _Counting:
             return result
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         torch.autograd.backward = backward_of
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:

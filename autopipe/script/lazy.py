@@ -52,7 +52,7 @@ class Lazy(Tensor):
         weakref.finalize(lazy, controller.dropped, key, lazy.lz_calls).atexit = False
         return lazy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # the stub has no self
         return _text(self)
 
     @classmethod

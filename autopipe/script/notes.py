@@ -78,7 +78,7 @@ class Notes:
         if count == 1:
             self.say(
                 "no overlap between stages: each optimizer step has one forward and backward. The model is divided "
-                f"over {stages} processes, and training is not faster. Gradient accumulation in the script gives overlap"
+                f"over {stages} processes, and training is not faster. Accumulation in the script gives overlap"
             )
             return
         faster = count * whole / (whole + (count - 1) * slowest)

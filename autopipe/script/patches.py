@@ -81,11 +81,11 @@ class Patches:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             kind = type(optimizer)
             if not getattr(kind.step, "autopipe", False):
-                kind.step = self._stepping(kind.step)  # type: ignore[method-assign,assignment]
+                kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
             made(optimizer, *args, **kwargs)
             self.choice.optimizers.add(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         zero = Optimizer.zero_grad
 
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
