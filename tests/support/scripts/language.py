@@ -2,7 +2,7 @@
 
 import argparse
 import math
-import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ def main():
             tokens = torch.cat((tokens, torch.multinomial(probabilities, 1)), dim=1)
     print(tokens.tolist())
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, "language.pt.new")
-    os.replace("language.pt.new", "language.pt")
+    Path("language.pt.new").replace("language.pt")
 
 
 if __name__ == "__main__":

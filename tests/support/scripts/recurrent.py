@@ -1,5 +1,7 @@
 """A recurrent model without an optimizer: ``p.data.add_(p.grad, alpha=-lr)``, a hidden state, tied weights."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -22,7 +24,7 @@ class RNN(nn.Module):
 model, criterion, rate = RNN(), nn.NLLLoss(), 5.0
 data = torch.randint(30, (61, 6))
 model.train()
-for epoch in range(2):
+for _ in range(2):
     hidden = (torch.zeros(2, 6, 16), torch.zeros(2, 6, 16))
     total = 0.0
     for i in range(0, 60, 15):
@@ -37,6 +39,6 @@ for epoch in range(2):
         total += loss.item()
         print(f"{loss.item():.17g}")
     rate /= 2
-    with open("recurrent.pt", "wb") as f:
+    with Path("recurrent.pt").open("wb") as f:
         torch.save(model, f)
 print(f"{total:.17g}", hidden[0].sum().item())

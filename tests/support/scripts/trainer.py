@@ -1,4 +1,4 @@
-"""A trainer class: batches as dicts, outputs as a dataclass, early stopping, averaged weights, the best weights kept."""
+"""A trainer class: batches as dicts, outputs as a dataclass, early stopping, averaged weights, the best ones kept."""
 
 import copy
 from dataclasses import dataclass
