@@ -25,6 +25,7 @@ from autopipe.errors import RunError
 from autopipe.script.choosing import Choice
 from autopipe.script.codec import same_bytes
 from autopipe.script.controller import Controller
+from autopipe.script.execution import execute
 from autopipe.script.patches import Patches
 from autopipe.script.weights import named_tensors
 from autopipe.script.wire import GoneError, Wire
@@ -171,8 +172,6 @@ def _differing(text: str, expected: str) -> tuple[str, str] | None:
 
 
 def _run(script: Path, words: list[str], text: bytes, steps: int, end: socket.socket) -> int:
-    from autopipe.script.runner import execute
-
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)

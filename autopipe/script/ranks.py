@@ -54,7 +54,10 @@ class Ranks:
         words = [str(there.fileno()), str(rank), str(self.count), str(self.folder), str(self.timeout)]
         words += ["temporary"] if self.temporary else []
         package = str(Path(__file__).resolve().parents[2])
-        code = f"import sys; sys.path.insert(0, {package!r}); from autopipe.script.rank import main; main(sys.argv[1:])"
+        code = (
+            f"import sys; sys.path.insert(0, {package!r}); "
+            "from autopipe.script.rank.serve import main; main(sys.argv[1:])"
+        )
         self.processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code, *words],

@@ -129,10 +129,8 @@ def _gradient(parameter: Tensor, name: str, values: tuple[Any, ...]) -> Any:
         return gradients.get(key)
     value = values[0] if name == "__set__" else None
     if value is not None:
-        from autopipe.script.lazy import Lazy, value_of
-
-        if isinstance(value, Lazy):
-            value = value_of(value)
+        if getattr(value, "lz_key", None) is not None:  # an output of the model
+            value = controller.fetch(value.lz_key)
         if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dtype != parameter.dtype:
             raise RuntimeError(f"assigned grad has data of a different size or type than {key}")
     gradients.set(key, value)

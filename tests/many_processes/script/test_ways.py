@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 
-NOT_WAYS = {"adam", "batch", "loss_of", "step", "show", "plain_step"}
+NOT_WAYS = {"loss_of", "plain_step"}
 
 
 def functions(name: str) -> list[str]:
@@ -27,18 +27,19 @@ def sections(text: str, names: list[str]) -> dict[str, list[str]]:
     return result
 
 
-WAYS = functions("ways.py")
+FILES = "ways_parameters.py", "ways_gradients.py", "ways_optimizers.py"
+WAYS = {way: name for name in FILES for way in functions(name)}
 REFUSED = functions("refused_ways.py")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return by_python(SCRIPTS / "ways.py", folder=tmp_path_factory.mktemp("plain"))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    return {name: by_python(SCRIPTS / name, folder=tmp_path_factory.mktemp("plain")) for name in FILES}
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return in_stages(SCRIPTS / "ways.py", folder=tmp_path_factory.mktemp("staged"))
+def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    return {name: in_stages(SCRIPTS / name, folder=tmp_path_factory.mktemp("staged")) for name in FILES}
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +53,21 @@ def test_the_table_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_way_gives_the_numbers_of_python(way: str, plain: Ended, staged: Ended) -> None:
-    assert plain.code == 0, plain.errors
-    expected, got = sections(plain.output, WAYS), sections(staged.output, WAYS)
+def test_a_way_gives_the_numbers_of_python(way: str, plain: dict[str, Ended], staged: dict[str, Ended]) -> None:
+    file = WAYS[way]
+    assert plain[file].code == 0, plain[file].errors
+    expected, got = (sections(ended[file].output, list(WAYS)) for ended in (plain, staged))
     assert len(expected[way]) >= 4
-    assert got.get(way) == expected[way], staged.errors[-2000:]
+    assert got.get(way) == expected[way], staged[file].errors[-2000:]
 
 
-def test_the_ways_give_the_numbers_of_python_in_three_stages(plain: Ended, tmp_path: Path) -> None:
-    three = in_stages(SCRIPTS / "ways.py", folder=tmp_path, stages=3)
+@pytest.mark.parametrize("file", FILES)
+def test_the_ways_give_the_numbers_of_python_in_three_stages(
+    file: str, plain: dict[str, Ended], tmp_path: Path
+) -> None:
+    three = in_stages(SCRIPTS / file, folder=tmp_path, stages=3)
     assert three.code == 0, three.errors
-    assert three.output == plain.output
+    assert three.output == plain[file].output
 
 
 @pytest.mark.parametrize("way", REFUSED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.script.rank import Rank
+from autopipe.script.rank.serve import Rank
 
 
 class Recording(Rank):

@@ -24,8 +24,8 @@ import torch
 
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.script.codec import Value
-from autopipe.script.rank_optimizers import RankOptimizers
-from autopipe.script.rank_stages import RankStages
+from autopipe.script.rank.optimizers import RankOptimizers
+from autopipe.script.rank.stages import RankStages
 from autopipe.script.wire import GoneError, Wire
 
 _FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.script.rank_stages import RankStages
+from autopipe.script.rank.stages import RankStages
 
 
 class RankOptimizers:
