@@ -74,6 +74,8 @@ class Reference:
         # both processes must draw the same, also where the script sets no seed
         random.seed(os.urandom(16))
         np.random.seed(int.from_bytes(os.urandom(4), "little"))
+        torch.initial_seed()  # torch's generator exists before the fork
+        state = random.getstate()
         sys.stdout.flush()
         sys.stderr.flush()
         here, there = socket.socketpair()
@@ -82,6 +84,7 @@ class Reference:
             there.close()
             return cls(process, Wire(here), steps, patches)
         here.close()
+        random.setstate(state)  # python has given the child another seed
         os.setsid()
         code = 1
         try:
@@ -141,6 +144,8 @@ class Reference:
 
     def end(self) -> None:
         """End the process, if it still runs."""
+        if not self._done:
+            self.patches.notes.say(f"not checked: the script ended before {self.steps} optimizer steps")
         if not self._done and self._output is not None and sys.stdout is self._output:
             sys.stdout = self._output._stream
         with contextlib.suppress(OSError):

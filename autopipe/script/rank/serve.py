@@ -217,9 +217,13 @@ def main(words: list[str]) -> None:
         wire.send(["ready"])
         served.serve()
     except (GoneError, TransportClosed):
-        if os.getppid() != parent and folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        _exit(4)  # another process has failed, and reports it
+        # another process has failed and reports it; or the parent was killed, whose sockets close before it has ended
+        for _ in range(100):
+            if os.getppid() != parent:
+                _remove(folder)
+                break
+            time.sleep(0.02)
+        _exit(4)
     except BaseException as error:
         with contextlib.suppress(Exception):
             wire.send(["error", f"{type(error).__name__}: {error}", traceback.format_exc()])
@@ -235,14 +239,18 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _end_with(parent: int, folder: Path | None) -> None:
     """End this process when its parent has ended, also if it was killed; remove a temporary folder of the run."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os._exit(4)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
