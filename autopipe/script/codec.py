@@ -153,8 +153,8 @@ def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:
     if not memory.numel():
         return torch.empty_strided(shape, stride, dtype=dtype)
     if dtype.is_complex:
-        pairs = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
-        return torch.as_strided(pairs, shape, stride)
+        pairs: Tensor = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
+        return pairs.as_strided(shape, stride)
     return memory.view(dtype).as_strided(shape, stride)
 
 
