@@ -153,9 +153,11 @@ def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:
     if not memory.numel():
         return torch.empty_strided(shape, stride, dtype=dtype)
     if dtype.is_complex:
-        pairs: Tensor = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
-        return pairs.as_strided(shape, stride)
-    return memory.view(dtype).as_strided(shape, stride)
+        numbers = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
+    else:
+        numbers = memory.view(dtype)
+    strided: Tensor = numbers.as_strided(shape, stride)
+    return strided
 
 
 def name_of(target: Any) -> str:
