@@ -59,7 +59,8 @@ class Stage(Container):
 
     PARTIAL: ClassVar[tuple[str, ...]] = ()  # complete parameters whose gradients are summed over the members
 
-    _autopipe_draws: tuple[int, int, int] = (0, 0, 0)  # (run seed, minibatch, microbatch) of the next forward
+    # (run seed, minibatch, microbatch) of the next forward; None: it draws from the generator as it is
+    _autopipe_draws: tuple[int, int, int] | None = (0, 0, 0)
     _autopipe_device: torch.device = torch.device("cpu")
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()  # adopted modules, and whether they train
     _autopipe_constants: tuple[str, ...] = ()  # of the code of other recordings
@@ -195,6 +196,10 @@ class Stage(Container):
         """Set (run seed, minibatch, microbatch), which seed the random draws of the next forward."""
         self._autopipe_draws = where
 
+    def draw_from_generator(self) -> None:
+        """Draw from torch's generator as it is: ``autopipe run`` ships its state."""
+        self._autopipe_draws = None
+
 
 def _is_stateless(module: nn.Module) -> bool:
     return not (module._modules or module._parameters or module._buffers)
@@ -224,12 +229,14 @@ def _register(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: boo
 
 def draw(stage: Stage, position: int, count: int = 1) -> contextlib.AbstractContextManager[None]:
     """Seed the call inside by its position in the complete model; see ``autopipe.draws``."""
-    return draws.at(stage._autopipe_draws, position, count)
+    where = stage._autopipe_draws
+    return contextlib.nullcontext() if where is None else draws.at(where, position, count)
 
 
 def opaque_call(stage: Stage, position: int) -> contextlib.AbstractContextManager[None]:
     """Seed the call of an opaque module inside, for torch, Python and numpy."""
-    return draws.inside(stage._autopipe_draws, position)
+    where = stage._autopipe_draws
+    return contextlib.nullcontext() if where is None else draws.inside(where, position)
 
 
 def recomputed(unit: Callable[..., Any], *values: Any) -> Any:

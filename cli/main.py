@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("planning", "Cut the model into stages, each on one or more ranks."),
     "generate": ("planning", "Write the stages as readable Python files."),
     "simulate": ("planning", "Simulate the plan without running it."),
+    "run": ("script", "Run an unmodified training script with its model in stages."),
     "check": ("running", "Compare the plan with plain training, parameter by parameter."),
     "train": ("running", "Train, after running every step that is missing or stale."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),

@@ -6,6 +6,7 @@ import linecache
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -76,6 +77,11 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
         if isinstance(value, type) and issubclass(value, Stage) and value is not Stage:
             return value
     raise ArtifactError(f"the file of {what} defines no stage", where=str(path), remedy=_RENEW)
+
+
+def run_text(text: bytes, name: str, place: dict[str, Any]) -> None:
+    """Run the text of a program of the user, as ``python name`` would, with ``place`` as its globals."""
+    exec(compile(text, name, "exec"), place)  # noqa: S102 - the user asks for it
 
 
 def load_constants(directory: Path, name: str = CONSTANTS_FILE) -> dict[str, torch.Tensor]:

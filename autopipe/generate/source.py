@@ -23,16 +23,17 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
 
 
-def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
-    """Return the text of the file of a stage."""
+def stage_text(capture: Captured, plan: Plan, part: Part, *, of_a_call: bool = False) -> str:
+    """Return the text of the file of a stage. ``of_a_call``: its results are not the loss and its weight."""
     graph = capture.graph
     first = Imports()
-    _forward(capture, part, first, set())  # a first pass collects the imports: no variable may have the same name
+    # a first pass collects the imports: no variable may have the same name
+    _forward(capture, part, first, set(), of_a_call)
     imports = Imports()
-    forward = _forward(capture, part, imports, first.taken)
+    forward = _forward(capture, part, imports, first.taken, of_a_call)
     imports.name("autopipe.stage", "Stage")
     lines = [
-        f'"""Stage {part.index} of {len(plan.stages)} of {harmless(f"{graph.name}: {_extent(part)}")}.',
+        f'"""Stage {part.index} of {len(plan.stages)} of {harmless(f"{graph.name}: {_extent(part, of_a_call)}")}.',
         "",
         f"Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it again.",
         *_evaluation(capture),
@@ -63,7 +64,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]) -> list[str]:
+def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str], of_a_call: bool) -> list[str]:
     """Return the lines of the method, and add to ``imports``."""
     graph = capture.graph
     recorded = {node.name: node for node in capture.module.graph.nodes}
@@ -82,7 +83,8 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     taken = [str(writer.names[value].doc[0]) for value in arriving]
     writing = Body(writer, variables, grouped, part.units)
     body = writing.write(8)
-    tail = ["", *(f"        # {line}" for line in _borders(graph, part, writer, recorded, leave=True))]
+    leaving_lines = _borders(graph, part, writer, recorded, leave=True, of_a_call=of_a_call)
+    tail = ["", *(f"        # {line}" for line in leaving_lines)]
     results = tuple(writer.value(recorded[value]).doc for value in leaving)
     returned: tuple[Doc, ...] = ((*results[0], ","),) if len(results) == 1 else results
     body += [*tail, *wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)]
@@ -102,14 +104,20 @@ def last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, 
 
 
 def _borders(
-    graph: Graph, part: Part, writer: Writer, recorded: dict[str, fx.Node], *, leave: bool = False
+    graph: Graph,
+    part: Part,
+    writer: Writer,
+    recorded: dict[str, fx.Node],
+    *,
+    leave: bool = False,
+    of_a_call: bool = False,
 ) -> list[str]:
     """Describe the values that come in, or with ``leave`` those that go out, with their variables and shapes."""
     specs = {entry.name: entry.spec for entry in graph.inputs}
     rows: list[tuple[str, TensorSpec | None, str]] = []
     if leave:
         rows += [(b.value, b.spec, f"to {_stages(b.consumers)}") for b in part.sends]
-        roles = ("the loss", "its weight in the minibatch")
+        roles = ("an output",) * len(part.returns) if of_a_call else ("the loss", "its weight in the minibatch")
         results = {node.name: node.spec for node in graph.nodes} | specs
         rows += [(value, results.get(value), role) for value, role in zip(part.returns, roles, strict=False)]
     else:
@@ -168,14 +176,15 @@ def _shards(capture: Captured, part: Part) -> list[str]:
     ]
 
 
-def _extent(part: Part) -> str:
+def _extent(part: Part, of_a_call: bool) -> str:
     """Return the first and last module of a stage (or values, without modules), and whether it has the loss."""
     own = [node for node in part.nodes if not node.input_only] or list(part.nodes)
     names = [node.module_path for node in own if node.module_path] or [node.name for node in own]
+    last = "the results" if of_a_call else "the loss"
     if part.returns and not any(node.module_path for node in own):
-        return "the loss"
+        return last
     span = names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"
-    return f"{span}, and the loss" if part.returns else span
+    return f"{span}, and {last}" if part.returns else span
 
 
 def _holds(part: Part) -> str:

@@ -21,8 +21,10 @@ from autopipe.ir.plan import Plan
 _LOG = logging.getLogger(__name__)
 
 
-def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
+def generate(capture: Captured, plan: Plan, directory: Path, *, of_a_call: bool = False) -> list[Path]:
     """Write ``stage_0.py``, ``stage_1.py``, ..., the constants and the divisor; remove the files of an earlier plan.
+
+    ``of_a_call``: the outputs are those of a call of the model, not the loss and its weight.
 
     Raises: ArtifactError if plan and capture are of different models, or the plan is damaged; TraceError for a value
     that cannot be written as source text.
@@ -32,9 +34,9 @@ def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
             f"the plan was made for model {plan.graph_digest}, and the model is now {capture.graph.digest}",
             remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
         )
-    refuse_disagreement(plan, capture.graph)
+    refuse_disagreement(plan, capture.graph, of_a_call=of_a_call)
     parts = divide(capture.graph, plan)
-    texts = [stage_text(capture, plan, part) for part in parts]
+    texts = [stage_text(capture, plan, part, of_a_call=of_a_call) for part in parts]
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / stage_file(index) for index in range(len(parts))]
     for path, text in zip(paths, texts, strict=True):

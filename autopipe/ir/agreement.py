@@ -12,9 +12,9 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 
 
-def refuse_disagreement(plan: Plan, graph: Graph) -> None:
+def refuse_disagreement(plan: Plan, graph: Graph, *, of_a_call: bool = False) -> None:
     """Refuse a plan that does not belong to this graph. Raises: ArtifactError naming the first difference."""
-    what = _disagreement(plan, graph)
+    what = _disagreement(plan, graph, of_a_call=of_a_call)
     if what:
         raise ArtifactError(
             f"the plan is damaged: {what}",
@@ -23,11 +23,11 @@ def refuse_disagreement(plan: Plan, graph: Graph) -> None:
         )
 
 
-def _disagreement(plan: Plan, graph: Graph) -> str:
+def _disagreement(plan: Plan, graph: Graph, *, of_a_call: bool) -> str:
     """Return the first difference, or ""."""
     if plan.graph_digest != graph.digest:
         return f"it was made for model {plan.graph_digest}, and the model is {graph.digest}"
-    if len(graph.outputs) > 2:
+    if len(graph.outputs) > 2 and not of_a_call:
         return f"the model has {len(graph.outputs)} outputs; expected the loss, or the loss and its weight"
     if plan.stages[-1].stop != len(graph.nodes):
         return f"its stages end at node {plan.stages[-1].stop} of {len(graph.nodes)}"

@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "runtime": _RUN,
     "verify": _RUN,
     "launch": {*_RUN, "report"},
-    "commands": {*_RUN, "report", "verify", "launch"},
+    "script": _RUN,
+    "commands": {*_RUN, "report", "verify", "launch", "script"},
     "pipeline": {"errors", "commands", "report"},
 }
 

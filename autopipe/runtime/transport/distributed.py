@@ -19,6 +19,7 @@ import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def start_process_group(store: Any, rank: int, world_size: int, *, timeout_secon
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
+
+
+def file_store(path: Path, count: int) -> Any:
+    """Return a store in a file, for ``count`` ranks of one host."""
+    return dist.FileStore(str(path), count)  # type: ignore[attr-defined]  # not in its __all__
 
 
 class _Received:

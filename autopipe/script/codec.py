@@ -1,0 +1,272 @@
+"""Values as bytes, for commands between the controller and its ranks: a JSON header, then the memory of the tensors.
+
+Nothing is unpickled. A value of another type is refused by name (``UnsendableError``). Tensors arrive with their
+strides, because kernels may round differently over others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopipe.strides import extent
+from autopipe.trace.record.targets import qualified_name
+
+_MOST_GAPS = 4  # times the elements: the memory of a tensor with wider gaps is not sent as it is
+
+
+class UnsendableError(TypeError):
+    """A value that has no form as bytes."""
+
+
+class Value(int):
+    """The number of a value that the last rank has."""
+
+
+def encoded(value: Any) -> list[bytes | memoryview]:
+    """Return a message: its length and header, then the memory of its tensors, copied at this moment.
+
+    Raises: UnsendableError.
+    """
+    blobs: list[memoryview] = []
+    header = json.dumps(_encoded(value, blobs)).encode()
+    sizes = json.dumps([len(blob) for blob in blobs]).encode()
+    return [len(header).to_bytes(8, "little") + len(sizes).to_bytes(8, "little"), header, sizes, *blobs]
+
+
+def decoded(read: Callable[[memoryview], None]) -> Any:
+    """Return the next message. ``read`` fills a buffer.
+
+    Raises: whatever ``read`` raises.
+    """
+    lengths = bytearray(16)
+    read(memoryview(lengths))
+    header = bytearray(int.from_bytes(lengths[:8], "little"))
+    sizes = bytearray(int.from_bytes(lengths[8:], "little"))
+    read(memoryview(header))
+    read(memoryview(sizes))
+    blobs = []
+    for size in json.loads(bytes(sizes)):
+        blob = torch.empty(size, dtype=torch.uint8)
+        if size:
+            read(memoryview(blob.numpy()))  # type: ignore[arg-type]  # an array has a buffer
+        blobs.append(blob)
+    return _decoded(json.loads(bytes(header)), blobs)
+
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _encoded(value: Any, blobs: list[memoryview]) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Value):
+        return ["V", int(value)]
+    if isinstance(value, np.generic):
+        return _encoded(value.item(), blobs)
+    if isinstance(value, (int, float)):
+        return ["n", float(value).hex()] if isinstance(value, float) else int(value)
+    if isinstance(value, complex):
+        return ["c", value.real.hex(), value.imag.hex()]
+    if isinstance(value, Tensor):
+        return _tensor(value, blobs)
+    if isinstance(value, torch.Size):
+        return ["S", *value]
+    if isinstance(value, (tuple, list)):
+        return ["t" if isinstance(value, tuple) else "l", *(_encoded(entry, blobs) for entry in value)]
+    if isinstance(value, dict):
+        return ["d", *([_encoded(key, blobs), _encoded(entry, blobs)] for key, entry in value.items())]
+    if isinstance(value, slice):
+        return ["s", *(_encoded(part, blobs) for part in (value.start, value.stop, value.step))]
+    if value is ...:
+        return ["e"]
+    if isinstance(value, _NAMED):
+        return ["N", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["D", str(value)]
+    if isinstance(value, type) or callable(value):
+        return ["F", name_of(value)]
+    raise UnsendableError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _decoded(form: Any, blobs: Sequence[Tensor]) -> Any:
+    if not isinstance(form, list):
+        return form
+    tag, rest = form[0], form[1:]
+    match tag:
+        case "V":
+            return Value(rest[0])
+        case "n":
+            return float.fromhex(rest[0])
+        case "c":
+            return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+        case "T":
+            return _rebuilt(rest, blobs)
+        case "S":
+            return torch.Size(rest)
+        case "t":
+            return tuple(_decoded(entry, blobs) for entry in rest)
+        case "l":
+            return [_decoded(entry, blobs) for entry in rest]
+        case "d":
+            return {_decoded(key, blobs): _decoded(entry, blobs) for key, entry in rest}
+        case "s":
+            return slice(*(_decoded(part, blobs) for part in rest))
+        case "e":
+            return ...
+        case "N":
+            return getattr(torch, rest[0])
+        case "D":
+            return torch.device(rest[0])
+        case "F":
+            return resolved(rest[0])
+    raise UnsendableError(f"unknown tag {tag!r}")
+
+
+def _tensor(tensor: Tensor, blobs: list[memoryview]) -> Any:
+    plain = tensor.detach()
+    if plain.layout != torch.strided or plain.is_quantized or plain.device.type != "cpu":
+        raise UnsendableError(f"a tensor of layout {plain.layout} on {plain.device}")
+    plain = plain.resolve_conj().resolve_neg()
+    span = extent(plain.shape, plain.stride())
+    if span > _MOST_GAPS * plain.numel() + 1024:
+        plain = plain.contiguous()
+        span = plain.numel()
+    memory = plain.as_strided((span,), (1,), plain.storage_offset()).clone()
+    memory = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
+    blobs.append(memoryview(memory.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array has a buffer
+    dtype = str(plain.dtype).removeprefix("torch.")
+    return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride())]
+
+
+def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:
+    index, name, shape, stride = rest
+    dtype: torch.dtype = getattr(torch, name)
+    memory = blobs[index]
+    if not memory.numel():
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    if dtype.is_complex:
+        numbers = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
+    else:
+        numbers = memory.view(dtype)
+    strided: Tensor = numbers.as_strided(shape, stride)
+    return strided
+
+
+def name_of(target: Any) -> str:
+    """Return the dotted name of a function or class that every process can import.
+
+    Raises: UnsendableError if the name leads to something else, as for a function that is local or of the script.
+    """
+    own = f"{target.__module__}.{target.__qualname__}" if isinstance(target, type) else ""
+    name = own or qualified_name(target)
+    if name.startswith("__main__.") or "<" in name:
+        raise UnsendableError(f"{name}, which only the script has")
+    try:
+        reached = resolved(name)
+    except (ImportError, AttributeError):
+        reached = None
+    if reached is not target:
+        for other in (f"torch.nn.functional.{name.rpartition('.')[2]}", f"torch.Tensor.{name.rpartition('.')[2]}"):
+            try:
+                if resolved(other) is target:
+                    return other
+            except (ImportError, AttributeError):
+                continue
+        raise UnsendableError(f"{name}, which cannot be imported under this name")
+    return name
+
+
+@functools.cache
+def resolved(name: str) -> Any:
+    """Return what a dotted name stands for: the longest prefix that is a module, then attributes.
+
+    Raises: ImportError, AttributeError.
+    """
+    parts = name.split(".")
+    if len(parts) == 1:
+        import builtins
+
+        return getattr(builtins, name)
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            place: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            place = getattr(place, part)
+        return place
+    raise ImportError(f"no module {parts[0]!r}")
+
+
+def module_form(module: nn.Module, names: dict[int, str]) -> tuple[Any, ...]:
+    """Return a module of torch.nn as sendable values: class, plain attributes, names of its tensors, submodules.
+
+    ``names``: id of a parameter or buffer -> its first name in the model.
+
+    Raises: UnsendableError for a class that is not torch's, or an attribute without a form.
+    """
+    kind = type(module)
+    if not kind.__module__.startswith("torch.nn.modules."):
+        raise UnsendableError(f"module class {kind.__module__}.{kind.__qualname__}")
+    tensors = {key: None if value is None else names[id(value)] for key, value in module._parameters.items()}
+    buffers = {key: None if value is None else names[id(value)] for key, value in module._buffers.items()}
+    return (
+        kind,
+        attributes_of(module),
+        tensors,
+        buffers,
+        {key: None if child is None else module_form(child, names) for key, child in module._modules.items()},
+    )
+
+
+# what nn.Module keeps for itself, and the weights of recurrent layers, which are attributes and parameters
+_OWN = {
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
+    "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_flat_weights", "_flat_weight_refs",
+}  # fmt: skip
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module, such as the rate of a dropout."""
+    return {key: value for key, value in vars(module).items() if key not in _OWN}
+
+
+def rebuilt_module(form: Sequence[Any], tensors: dict[str, Tensor]) -> nn.Module:
+    """Return the module of a form. ``tensors``: first name -> parameter or buffer of this process."""
+    kind, attributes, parameters, buffers, children = form
+    module: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for key, name in parameters.items():
+        module._parameters[key] = None if name is None else tensors[name]  # type: ignore[assignment]
+    for key, name in buffers.items():
+        module._buffers[key] = None if name is None else tensors[name]
+    for key, child in children.items():
+        module._modules[key] = None if child is None else rebuilt_module(child, tensors)
+    vars(module).update(attributes)
+    if isinstance(module, nn.RNNBase):
+        names = module._flat_weights_names
+        module._flat_weights = [module._parameters.get(name) for name in names]
+        module._flat_weight_refs = [None] * len(names)
+    return module
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):  # -0.0 equals 0.0, and is another number in a division
+        return not a.is_floating_point() or torch.equal(torch.signbit(a), torch.signbit(b))
+    if not a.is_floating_point() or not bool(torch.isnan(a).any()):
+        return False
+    left, right = (t.contiguous().view(torch.uint8) for t in (a.reshape(-1), b.reshape(-1)))
+    return bool(torch.equal(left, right))

@@ -1,0 +1,397 @@
+"""``Controller``: the model of the script in stages, as the script's process sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopipe.errors import AutopipeError, TraceError
+from autopipe.script import remote
+from autopipe.script.capture import Program, Recording, autocast_now, plan_of, program_of, record, remapped
+from autopipe.script.codec import UnsendableError, same_bytes
+from autopipe.script.fingerprint import fingerprint, hooks_of
+from autopipe.script.gradients import Gradients
+from autopipe.script.lazy import Lazy, contains_lazy, value_of
+from autopipe.script.notes import Notes
+from autopipe.script.randomness import states_of
+from autopipe.script.ranks import Ranks
+from autopipe.script.refusals import place, refused
+from autopipe.script.remote import plain
+from autopipe.script.weights import Weights, named_tensors
+
+MOST_PROGRAMS = 64
+"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; training is refused."""
+
+MOST_EVALUATIONS = 16
+"""Signatures without gradients among them: text that is generated has another length in every call."""
+
+_PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
+
+
+class Controller:
+    """One model in ``count`` stages. It starts its ranks at the first training call."""
+
+    def __init__(self, model: nn.Module, count: int, *, timeout: float, folder: Path | None, notes: Notes) -> None:
+        self.model, self.count, self.timeout, self.notes = model, count, timeout, notes
+        self.folder = folder
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.programs: dict[Hashable, Program | None] = {}  # None: this call runs here
+        self.first: Recording | None = None
+        self.changes = 0  # how often a value on the last rank was changed in place
+        self.shared: set[int] = set()  # values that share memory with others
+        self.ranks: Ranks | None = None
+        self.steps = 0
+        self._key = 0
+        self._holders: Counter[int] = Counter()  # by value, the lazy tensors that stand for it
+        self._call_holders: Counter[int] = Counter()
+        self._dropped: list[int] = []
+        self._dropped_calls: list[int] = []
+        self._consumed: set[int] = set()  # calls whose backward has been queued
+        self._last_program = -1
+        self._flags: dict[str, bool] = {}
+        self._sent: list[set[str]] = [set() for _ in range(count)]  # tensors that each rank has
+        self._sent_modules: list[set[str]] = [set() for _ in range(count)]
+        self._owned: dict[str, int] = {}
+        self.last_rank = count - 1
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def send(self, command: list[Any]) -> None:
+        """Send a command to every rank."""
+        assert self.ranks is not None
+        for rank in range(self.count):
+            self.ranks.send(rank, command)
+
+    def ask(self, command: list[Any]) -> list[Any]:
+        """Return every rank's answer to a command."""
+        self.send(command)
+        assert self.ranks is not None
+        return [self.ranks.receive(rank) for rank in range(self.count)]
+
+    def new_key(self) -> int:
+        """Return the number of a new value of the last rank."""
+        self._key += 1
+        return self._key
+
+    def held(self, key: int, calls: frozenset[int]) -> None:
+        """Note that a lazy tensor stands for a value."""
+        self._holders[key] += 1
+        self._call_holders.update(calls)
+
+    def dropped(self, key: int, calls: frozenset[int]) -> None:
+        """Note that the script has dropped a lazy tensor. The garbage collector calls it: it only takes notes."""
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            self._dropped.append(key)
+        for call in calls:
+            self._call_holders[call] -= 1
+            if not self._call_holders[call]:
+                self._dropped_calls.append(call)
+
+    def _free(self) -> None:
+        if not self._dropped and not self._dropped_calls:
+            return
+        keys, self._dropped = self._dropped, []
+        calls, self._dropped_calls = self._dropped_calls, []
+        calls = [call for call in calls if call not in self._consumed]
+        for key in keys:
+            del self._holders[key]
+        self.send(["free", keys, calls])
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def tail(self, key: int, kind: str, target: Any, sent: Any, context: list[Any], keys: list[int]) -> None:
+        """Run a call of the script on the last rank."""
+        assert self.ranks is not None
+        self.ranks.send(self.last_rank, ["tail", key, kind, target, *sent, context, keys])
+        if not keys:
+            self._dropped.append(key)
+            self._holders[key] = 0
+
+    def fetch(self, key: int) -> Any:
+        """Return a value of the last rank. All ranks execute what waits."""
+        self.notes.read(place())
+        return self._ask_last(["fetch", key])
+
+    def describe(self, keys: list[int]) -> Any:
+        """Return shape, strides, dtype and need of a gradient of values whose shape depends on the data."""
+        self.notes.read(place())
+        return self._ask_last(["describe", keys])
+
+    def _ask_last(self, command: list[Any]) -> Any:
+        assert self.ranks is not None
+        for rank in range(self.last_rank):
+            self.ranks.send(rank, ["wall"])
+        self.ranks.send(self.last_rank, command)
+        return self.ranks.receive(self.last_rank)
+
+    def autocast_now(self) -> Any:
+        """Return the script's autocast regions at this moment."""
+        return autocast_now()
+
+    def note_read(self, name: str) -> None:
+        """Note that the script uses a parameter."""
+        if self.weights.stale:
+            self.notes.gathered(place())
+
+    # --- the call -----------------------------------------------------------------------------------------------------
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of the model as lazy tensors."""
+        grad = torch.is_grad_enabled()
+        if grad and any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))):
+            raise refused("an input of the model needs a gradient")
+        if contains_lazy((args, kwargs)):
+            args, kwargs = pytree.tree_map(lambda v: value_of(v) if isinstance(v, Lazy) else v, (args, kwargs))
+        flat, form = pytree.tree_flatten((args, kwargs))
+        program = self._program(flat, form, args, kwargs, grad=grad)
+        if program is None:
+            return self._here(args, kwargs)
+        if self._last_program != program.number:
+            self._last_program = program.number
+        self._sync_flags()
+        self._free()
+        if self.ranks is None:
+            raise AssertionError("the ranks have started")
+        self.weights.push()
+        call = self.new_key()
+        leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
+        with plain(self.weights.tensors):
+            states = states_of(program.draws, self.count, self.model)
+        keys = [self.new_key() for output in program.recording.outputs if output.dtype is not None]
+        for rank in range(self.count):
+            wanted = {name: leaves[name].detach() for name in self._inputs[program.number][rank]}
+            command = ["forward", call, program.number, wanted, states[rank], grad, keys]
+            self.ranks.send(rank, command)
+        if program.recording.shared:
+            self.shared.update(keys)
+        if program.buffers_written:
+            self.weights.moved(program.buffers_written)
+        self.notes.forward(grad=grad)
+        return self._outputs(program, call, keys, grad=grad)
+
+    def _outputs(self, program: Program, call: int, keys: list[int], *, grad: bool) -> Any:
+        values: list[Any] = []
+        numbers = iter(keys)
+        for output in program.recording.outputs:
+            if output.dtype is None:
+                values.append(output.constant)
+                continue
+            with self.fakes:
+                fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype)
+            needs = grad and output.grad
+            values.append(Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name))
+        return pytree.tree_unflatten(values, program.recording.form)
+
+    def _here(self, args: Any, kwargs: Any) -> Any:
+        """Run the model here on gathered weights: a call without gradients that cannot be recorded."""
+        self.weights.touch(self.weights.tensors)
+        with plain(self.weights.tensors):
+            result = self.model(*args, **kwargs)
+        self.weights.push()
+        return result
+
+    def _signature(self, flat: list[Any], form: Any) -> Hashable | None:
+        entries: list[Hashable] = []
+        for value in flat:
+            if isinstance(value, Tensor):
+                entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
+            elif isinstance(value, _PLAIN):
+                entries.append((type(value).__name__, value))
+            else:
+                return None
+        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        return (
+            str(form), tuple(entries), trained, fingerprint(self.model), autocast_now(), torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    def _program(self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool) -> Program | None:
+        signature = self._signature(flat, form)
+        if signature is None:
+            self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
+            return None
+        if signature in self.programs:
+            program = self.programs[signature]
+            if program is None or self._same_constants(program):
+                return program
+        self._check_tensors()
+        evaluations = sum(key[-1] is False for key in self.programs)  # type: ignore[index]  # tuples
+        if len(self.programs) >= MOST_PROGRAMS or (not grad and evaluations >= MOST_EVALUATIONS):
+            if grad:
+                raise refused(f"the model was called in more than {MOST_PROGRAMS} forms (shapes, modes, attributes)")
+            self.programs[signature] = None
+            return None
+        recorded: Program | None = None
+        try:
+            recorded = self._recorded(args, kwargs)
+        except (AutopipeError, UnsendableError) as error:
+            self._impossible(error, grad)
+        self.programs[signature] = recorded
+        return recorded
+
+    def _impossible(self, error: Exception, grad: bool) -> None:
+        """Raise for a training call that cannot run in stages; note one without gradients, which runs here."""
+        what = error.what if isinstance(error, AutopipeError) else str(error)
+        if grad:
+            where = error.where if isinstance(error, AutopipeError) else ""
+            wrong = refused(f"this call of the model cannot run in stages: {what}")
+            wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
+            raise wrong from error
+        self.notes.here(place(), what)
+
+    def _recorded(self, args: Any, kwargs: Any) -> Program:
+        hooked = hooks_of(self.model)
+        if hooked:
+            raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
+        before = fingerprint(self.model)
+        with plain(self._tensors()):
+            recording = record(self.model, args, kwargs)
+            if fingerprint(self.model) != before:
+                raise TraceError("the forward changes attributes of the model, which would happen only once")
+            number = len(self.programs)
+            if self.first is None:
+                plan = plan_of(recording, self.count)
+                self._start(recording)
+            else:
+                assert self.plan is not None
+                plan = remapped(self.first, self.plan, recording)
+            assert self.ranks is not None
+            program = program_of(recording, number, plan, self.ranks.folder)
+            if self.first is None:
+                self.first, self.plan = recording, plan
+                self._own(plan)
+            self._ship(program)
+        return program
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.weights.tensors if self.ranks is not None else named_tensors(self.model)
+
+    def _same_constants(self, program: Program) -> bool:
+        now = program.recording.capture.constants
+        return all(same_bytes(now[name].detach(), copy) for name, copy in program.recording.constants.items())
+
+    def _check_tensors(self) -> None:
+        """Refuse parameters and buffers that were not there at the start."""
+        if self.ranks is None:
+            return
+        for name, tensor in named_tensors(self.model).items():
+            if id(tensor) not in self.weights.names:
+                raise refused(f"{name} was added to the model, or replaced, after its first training call")
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def _start(self, recording: Recording) -> None:
+        tensors = named_tensors(self.model)
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu":
+                raise refused(f"{name} is on {tensor.device}: only models on the CPU run in stages so far")
+            hooks: Any = tensor
+            if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
+                raise refused(f"{name} has a hook, which would not run on its rank")
+        self.ranks = Ranks(self.count, self.timeout, self.folder)
+        self.weights = Weights(tensors, self.ask, lambda changed: self.send(["write", changed]))
+        self.gradients = Gradients(self.ask, self.send)
+        self._inputs: dict[int, list[tuple[str, ...]]] = {}
+
+    plan: Any = None
+
+    def started(self) -> None:
+        """Make the tensors of the model remote, and hand over gradients that the script had computed before."""
+        for tensor in self.weights.tensors.values():
+            given, tensor.grad = tensor.grad, None
+            tensor.__class__ = remote.RemoteParameter if isinstance(tensor, nn.Parameter) else remote.RemoteBuffer
+            if given is not None:
+                self.gradients.set(self.weights.names[id(tensor)], given)
+
+    def _own(self, plan: Any) -> None:
+        for stage in plan.stages:
+            for name in stage.parameters:
+                self._owned.setdefault(name, stage.index)
+        for name in self.weights.tensors:
+            if isinstance(self.weights.tensors[name], nn.Parameter):
+                self._owned.setdefault(name, 0)
+
+    def _ship(self, program: Program) -> None:
+        """Send each rank its part of a program, and the tensors and modules that it does not have yet."""
+        names = {id(tensor): name for name, tensor in self.weights.tensors.items()}
+        forms = program.forms(self.model, names)
+        assert self.ranks is not None
+        ties = [(tie.parameter, (tie.owner, *tie.copies)) for tie in program.plan.ties]
+        unread = [name for name in self._owned if not any(name in form["reads"] for form in forms)]
+        self.weights.touch(())
+        self._inputs[program.number] = []
+        from autopipe.generate.parts import inputs_of_stages
+
+        self._inputs[program.number] = inputs_of_stages(program.recording.graph, program.plan)
+        for rank, form in enumerate(forms):
+            reads = [*form.pop("reads"), *(name for name in unread if self._owned[name] == rank)]
+            for name in reads:
+                self._owned.setdefault(name, rank)
+            new = [name for name in reads if name not in self._sent[rank]]
+            self._sent[rank].update(new)
+            tensors = self.weights.tensors
+            form["tensors"] = {
+                name: (tensors[name].detach(), isinstance(tensors[name], nn.Parameter), tensors[name].requires_grad)
+                for name in new
+            }
+            form["owned"] = [name for name in reads if self._owned[name] == rank]
+            form["ties"] = ties
+            modules = form["modules"]
+            form["modules"] = {p: m for p, m in modules.items() if p not in self._sent_modules[rank]}
+            self._sent_modules[rank].update(modules)
+            self.ranks.send(rank, ["program", form])
+
+    def _sync_flags(self) -> None:
+        now = {
+            name: tensor.requires_grad for name, tensor in self.weights.tensors.items() if tensor.is_floating_point()
+        }
+        changed = {name: flag for name, flag in now.items() if self._flags.get(name, flag) != flag}
+        self._flags = now
+        if changed:
+            self.send(["needs_gradients", changed])
+
+    # --- backward and step --------------------------------------------------------------------------------------------
+
+    def backward(self, root: int, calls: list[int], gradient: Any, *, retain: bool) -> None:
+        """Queue a backward through calls of the model."""
+        again = [call for call in calls if call in self._consumed]
+        if again:
+            raise refused("a second backward through one call of the model, without retain_graph=True before")
+        self.gradients.push()
+        if not retain:
+            self._consumed.update(calls)
+        self.send(["backward", calls, root, gradient, retain])
+        self.gradients.moved()
+        self.notes.backward()
+
+    def before_step(self) -> None:
+        """Send what the script has changed since, before a step."""
+        self.weights.push()
+        self.gradients.push()
+        self._free()
+
+    def after_step(self) -> None:
+        """Note that the weights on the ranks are newer."""
+        self.steps += 1
+        self.weights.moved()
+        self.notes.step(self)
+
+    def close(self, *, failed: bool) -> None:
+        """End the ranks."""
+        if self.ranks is not None:
+            self.ranks.close(failed=failed)
+
+    def release(self) -> None:
+        """Give the script ordinary tensors again, with the newest values, before the ranks end."""
+        if self.ranks is None:
+            return
+        self.weights.touch(())
+        if self.weights.stale:
+            self.weights.gather()

@@ -1,0 +1,107 @@
+"""``Notes``: what the command says on standard error: where overlap comes from, what forbids it, what runs here."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopipe.script.controller import Controller
+
+
+class Notes:
+    """Counts of one run, and the lines about them. ``quiet``: write nothing."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.reads: Counter[str] = Counter()  # file:line -> times that the script waited for a number there
+        self.gathers: Counter[str] = Counter()  # file:line -> times that weights were brought here
+        self._forwards = self._backwards = 0  # of this optimizer step
+        self._between = 0  # reads before the last backward of this optimizer step
+        self._recent: Counter[str] = Counter()
+        self._pending: Counter[str] = Counter()
+        self._reported = False
+        self._seen_here: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Write one line."""
+        if not self.quiet:
+            sys.stderr.write(f"autopipe run: {text}\n")
+            sys.stderr.flush()
+
+    def read(self, where: str) -> None:
+        """Count a wait for a number."""
+        self.reads[where] += 1
+        self._pending[where] += 1
+
+    def gathered(self, where: str) -> None:
+        """Count a read of weights."""
+        self.gathers[where] += 1
+
+    def here(self, where: str, why: str) -> None:
+        """Say that a call runs in this process."""
+        if why not in self._seen_here:
+            self._seen_here.add(why)
+            self.say(f"the call at {where} runs here, on gathered weights: {why}")
+
+    def forward(self, *, grad: bool) -> None:
+        """Count a call of the model."""
+        if not grad:
+            return
+        if self._backwards:  # only what is read between two microbatches of one step forbids overlap
+            self._recent.update(self._pending)
+        self._pending.clear()
+        self._forwards += 1
+
+    def backward(self) -> None:
+        """Count a backward."""
+        self._backwards += 1
+
+    def step(self, controller: Controller) -> None:
+        """Report after the first step of several microbatches, or the first at all."""
+        count, reads = self._backwards, self._recent
+        if not self._reported and count:
+            self._reported = True
+            self._report(count, reads, controller.plan)
+        self._forwards = self._backwards = 0
+        self._recent = Counter()
+        self._pending.clear()
+
+    def _report(self, count: int, reads: Counter[str], plan: Any) -> None:
+        stages = len(plan.stages)
+        seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+        whole, slowest = sum(seconds), max(seconds)
+        if stages == 1:
+            self.say("one stage: no overlap")
+            return
+        if count == 1:
+            self.say(
+                "no overlap between stages: each optimizer step has one forward and backward. The model is divided "
+                f"over {stages} processes, and training is not faster. Accumulation in the script gives overlap"
+            )
+            return
+        faster = count * whole / (whole + (count - 1) * slowest)
+        if reads:
+            places = ", ".join(f"{where} ({times} times a step)" for where, times in reads.most_common(3))
+            self.say(
+                f"no overlap between stages: numbers are read between the {count} microbatches of a step at {places}. "
+                f"Without that, {faster:.2f} times the speed of one process is predicted"
+            )
+            return
+        self.say(
+            f"overlap from the script's accumulation of {count} microbatches: {faster:.2f} times the speed of one "
+            "process is predicted, by counted operations"
+        )
+
+    def start(self, controller: Controller) -> None:
+        """Name the stages."""
+        parts = " | ".join(stage.name for stage in controller.plan.stages)
+        self.say(f"{len(controller.plan.stages)} stages: {parts}")
+
+    def end(self) -> None:
+        """Say where weights were read most."""
+        many = [(where, times) for where, times in self.gathers.most_common(3) if times > 3]
+        if many:
+            places = ", ".join(f"{where} ({times} times)" for where, times in many)
+            self.say(f"weights were brought from the ranks at {places}")

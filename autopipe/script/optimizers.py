@@ -1,0 +1,120 @@
+"""The script's optimizers: a step of the model's parameters runs on the ranks, in copies of the optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopipe.script import remote
+from autopipe.script.codec import UnsendableError, name_of
+from autopipe.script.controller import Controller
+from autopipe.script.refusals import refused
+from autopipe.script.remote import is_remote
+from autopipe.script.states import States
+
+_COUPLED = {"LBFGS": "its step reads all gradients at once", "SparseAdam": "stages exchange dense gradients only"}
+# attributes that torch and its schedulers keep on every optimizer
+_KNOWN = {
+    "defaults", "state", "param_groups", "step", "zero_grad", "_step_count", "_opt_called", "_zero_grad_profile_name",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+    "_warned_capturable_if_run_uncaptured", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
+    "_patch_step_function", "profile_hook_step", "_lightning_module", "_on_before_step", "_on_after_step",
+}  # fmt: skip
+
+
+class Copies:
+    """Which optimizers have copies on the ranks, and their numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._next = 0
+
+    def is_remote(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps parameters of the model."""
+        return remote.controller is not None and any(
+            is_remote(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        )
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step on the ranks."""
+        controller = remote.controller
+        assert controller is not None
+        for name in ("grad_scale", "found_inf"):
+            if getattr(optimizer, name, None) is not None:
+                raise refused(f"a step with {name}, which GradScaler sets for a fused optimizer", "fused=False")
+        controller.before_step()
+        structure = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
+        state: Any = optimizer.state
+        if optimizer not in self._numbers or self._groups[optimizer] != structure or not isinstance(state, States):
+            self._ship(optimizer, controller, structure)
+        else:
+            state.push()
+        groups = [{k: _sent(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        try:
+            controller.send(["step", self._numbers[optimizer], groups])
+        except UnsendableError as error:
+            raise refused(f"the param_groups of {type(optimizer).__name__} have {error}") from None
+        current: Any = optimizer.state
+        current.moved()
+        controller.after_step()
+
+    def _ship(self, optimizer: Optimizer, controller: Controller, structure: Any) -> None:
+        kind = type(optimizer)
+        self._check(optimizer, controller)
+        values = dict(optimizer.state)  # of the ranks, if it had copies before
+        if optimizer not in self._numbers:
+            self._next += 1
+            self._numbers[optimizer] = self._next
+        number = self._numbers[optimizer]
+        self._groups[optimizer] = structure
+        names = controller.weights.names
+        groups = [
+            {**{k: _sent(v) for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
+            for g in optimizer.param_groups
+        ]
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        by_name = {names[id(p)]: state for p, state in values.items()}
+        defaults = {key: _sent(value) for key, value in optimizer.defaults.items()}
+        try:
+            controller.send(["optimizer", number, kind, defaults, groups, by_name])
+        except UnsendableError as error:
+            raise refused(f"optimizer {kind.__name__} has {error}") from None
+
+        def read() -> dict[str, dict[str, Any]]:
+            merged: dict[str, dict[str, Any]] = {}
+            for answer in controller.ask(["states", number]):
+                merged.update(answer)
+            return {name: merged[name] for name in parameters if name in merged}
+
+        optimizer.state = States(parameters, values, read, lambda c: controller.send(["write_states", number, c]))
+
+    def _check(self, optimizer: Optimizer, controller: Controller) -> None:
+        kind = type(optimizer)
+        title = f"{kind.__module__}.{kind.__qualname__}"
+        for base in kind.__mro__:
+            if base.__name__ in _COUPLED:
+                raise refused(f"optimizer {title}: {_COUPLED[base.__name__]}")
+        try:
+            name_of(kind)
+        except UnsendableError:
+            raise refused(f"optimizer {title} is not in a module that ranks can import") from None
+        if not kind.__module__.startswith("torch.optim."):
+            raise refused(f"optimizer {title}: only those of torch.optim are known to step each parameter by itself")
+        extra = sorted(key for key in vars(optimizer) if key not in _KNOWN)
+        if extra:
+            raise refused(f"optimizer {title} keeps attributes outside of its state: {', '.join(extra)}")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in controller.weights.names:
+                    raise refused(f"optimizer {title} has parameters of the model and others that it does not have")
+            if group.get("differentiable") or group.get("capturable"):
+                raise refused(f"optimizer {title} with differentiable=True or capturable=True")
+
+
+def _sent(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,268 @@
+"""What of torch is replaced while a script runs: the call of a module, steps, clipping, and what bypasses Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from autopipe.script import lazy, remote
+from autopipe.script.choosing import Choice
+from autopipe.script.controller import Controller
+from autopipe.script.lazy import Lazy
+from autopipe.script.notes import Notes
+from autopipe.script.optimizers import Copies
+from autopipe.script.refusals import refused
+from autopipe.script.remote import busy, is_remote
+
+_CALL = nn.Module.__call__
+
+
+class Patches:
+    """The replaced functions. ``count``: stages. They stay for the rest of the process: it runs one script."""
+
+    def __init__(self, count: int, *, timeout: float, folder: Path | None, notes: Notes) -> None:
+        self.count, self.timeout, self.folder, self.notes = count, timeout, folder, notes
+        self.copies, self.choice = Copies(), Choice()
+        self.on_step: Callable[[Controller], None] = lambda controller: None
+        self.on_call: Callable[[Controller, int], None] = lambda controller, steps: None  # without an optimizer
+
+    def install(self) -> None:
+        """Replace them."""
+        self._modules()
+        self._optimizers()
+        self._gradients()
+        self._bypasses()
+        self._refusals()
+
+    # --- the call of a model ------------------------------------------------------------------------------------------
+
+    def _modules(self) -> None:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if busy():
+                return _CALL(module, *args, **kwargs)
+            controller = remote.controller
+            if controller is None:
+                if not self.choice.takes(module):
+                    return _CALL(module, *args, **kwargs)
+                return self._start(module, args, kwargs)
+            if module is controller.model:
+                number = self.choice.by_hand(module)
+                if number:
+                    self.on_call(controller, number - 1)
+                return controller.call(args, kwargs)
+            return _CALL(module, *args, **kwargs)
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        _check_distributed()
+        controller = Controller(model, self.count, timeout=self.timeout, folder=self.folder, notes=self.notes)
+        starting.append(controller)
+        result = controller.call(args, kwargs)
+        remote.controller = controller
+        controller.started()
+        self.notes.start(controller)
+        return result
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def _optimizers(self) -> None:
+        made = Optimizer.__init__
+
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            kind = type(optimizer)
+            if not getattr(kind.step, "autopipe", False):
+                kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
+            made(optimizer, *args, **kwargs)
+            self.choice.optimizers.add(optimizer)
+
+        Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
+        zero = Optimizer.zero_grad
+
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            if not self.copies.is_remote(optimizer):
+                zero(optimizer, set_to_none)
+                return
+            _zero([p for group in optimizer.param_groups for p in group["params"]], set_to_none)
+
+        Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
+        module_zero = nn.Module.zero_grad
+
+        def module_zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            parameters = list(module.parameters())
+            if busy() or not any(map(is_remote, parameters)):
+                module_zero(module, set_to_none)
+            else:
+                _zero(parameters, set_to_none)
+
+        nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign,assignment]
+
+    def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def stepped(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not self.copies.is_remote(optimizer):
+                given = () if closure is None else (closure,)
+                return step(optimizer, *given, *args, **kwargs)
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self.copies.step(optimizer)
+            assert remote.controller is not None
+            self.on_step(remote.controller)
+            return result
+
+        stepped.autopipe = True  # type: ignore[attr-defined]
+        return stepped
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> None:
+        original = clip_grad.clip_grad_norm_
+
+        @functools.wraps(original)
+        def clip_grad_norm_(
+            parameters: Any,
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: Any = None,
+        ) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            controller = remote.controller
+            trained = [p for p in given if is_remote(p)]
+            if not trained or controller is None or len({p.dtype for p in trained}) > 1 or len(trained) < len(given):
+                return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
+            return _clip(controller, trained, float(max_norm), float(norm_type), error_if_nonfinite, foreach)
+
+        nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_ = clip_grad_norm_
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+
+        def backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            leaves = [leaf for leaf in pytree.tree_leaves((tensors, grad_tensors)) if isinstance(leaf, Lazy)]
+            if not leaves:
+                result = backward(tensors, grad_tensors, *args, **kwargs)
+                if remote.controller is None:
+                    self.choice.seen_backward()
+                return result
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if len(roots) != 1:
+                raise refused("torch.autograd.backward of several tensors of the model")
+            gradient = grad_tensors if grad_tensors is None or isinstance(grad_tensors, Tensor) else grad_tensors[0]
+            return lazy.backward(roots[0], gradient, *args, **kwargs)
+
+        def grad_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(v, Lazy) or is_remote(v) for v in pytree.tree_leaves((outputs, inputs))):
+                raise refused("torch.autograd.grad through the model")
+            return grad(outputs, inputs, *args, **kwargs)
+
+        torch.autograd.backward, torch.autograd.grad = backward_of, grad_of
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+
+        def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if not busy() and any(isinstance(v, Lazy) and v.lz_needs for v in args):
+                raise refused(f"the custom function {kind.__qualname__} of an output of the model")
+            return apply(kind, *args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign,assignment]
+
+    # --- what bypasses Python -----------------------------------------------------------------------------------------
+
+    def _bypasses(self) -> None:
+        """Bring what a function of C++ reads without asking the tensor."""
+        for place, name in ((torch, "tensor"), (torch, "asarray"), (torch.utils.dlpack, "to_dlpack"),
+                            (torch, "to_dlpack")):  # fmt: skip
+            original = getattr(place, name)
+
+            def read(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                if remote.controller is not None and not busy():
+                    args, kwargs = pytree.tree_map(_current, (args, kwargs))
+                return _original(*args, **kwargs)
+
+            setattr(place, name, functools.wraps(original)(read))
+
+    def _refusals(self) -> None:
+        compile_ = torch.compile
+
+        def compiled(model: Any = None, **kwargs: Any) -> Any:
+            if isinstance(model, nn.Module):
+                raise refused("torch.compile of a model", "the script's option for it, such as --compile=False")
+            return compile_(model, **kwargs)
+
+        torch.compile = compiled
+        parallel: Any = nn.parallel.DistributedDataParallel
+
+        def distributed(*args: Any, **kwargs: Any) -> None:
+            raise refused("DistributedDataParallel: the script is one process of several", "start it as one process")
+
+        parallel.__init__ = distributed
+
+
+starting: list[Controller] = []
+"""The controllers that have been made, so that their ranks can be ended."""
+
+
+def _current(value: Any) -> Any:
+    if isinstance(value, Lazy):
+        return lazy.value_of(value)
+    if is_remote(value):
+        assert remote.controller is not None
+        remote.controller.weights.touch([remote.controller.weights.names[id(value)]])
+    return value
+
+
+def _zero(parameters: list[Any], to_none: bool) -> None:
+    controller = remote.controller
+    assert controller is not None
+    names = [controller.weights.names[id(p)] for p in parameters if id(p) in controller.weights.names]
+    for parameter in parameters:
+        if not is_remote(parameter) and parameter.grad is not None:
+            parameter.grad = None if to_none else torch.zeros_like(parameter.grad)
+    trained = sum(isinstance(tensor, nn.Parameter) for tensor in controller.weights.tensors.values())
+    controller.gradients.zero(None if len(set(names)) == trained else names, to_none)
+
+
+def _clip(
+    controller: Controller, parameters: list[Any], most: float, order: float, error: bool, foreach: Any
+) -> Tensor:
+    """Clip on the ranks, with the norms in the order of the parameters, as torch does in one process."""
+    names = [controller.weights.names[id(p)] for p in parameters]
+    controller.gradients.push()
+    if not controller.gradients.any:
+        return torch.tensor(0.0)
+    together = foreach is None or bool(foreach)
+    norms: dict[str, Tensor] = {}
+    for answer in controller.ask(["norms", names, order, together]):
+        norms.update(answer)
+    given = [norms[name] for name in names if name in norms]
+    if not given:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(given), order)
+    if error and bool(torch.logical_or(total.isnan(), total.isinf())):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    factor = torch.clamp(most / (total + 1e-6), max=1.0)
+    controller.send(["scale", names, factor, together])
+    controller.gradients.moved()
+    return total
+
+
+def _check_distributed() -> None:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise refused("a script that is one process of several (torch.distributed)", "start it as one process")

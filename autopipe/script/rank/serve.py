@@ -1,0 +1,260 @@
+"""A rank of ``autopipe run``: it executes the controller's commands in 1F1B order.
+
+A backward waits for the gradient of the stage after it. So a rank that is ``ahead`` stages before the last one keeps up
+to ``ahead`` backwards waiting, and executes them before any command that depends on them: a step, a read, a write.
+With an accumulation loop, whose commands are F B F B ..., this is 1F1B; backwards stay in order, so
+the sums of gradients are those of the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import torch
+
+from autopipe.runtime.transport.base import TransportClosed
+from autopipe.script.codec import Value
+from autopipe.script.rank.optimizers import RankOptimizers
+from autopipe.script.rank.stages import RankStages
+from autopipe.script.wire import GoneError, Wire
+
+_FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
+
+
+class Rank:
+    """One rank: its stages, the values of the tail if it is the last one, and the optimizers of its parameters."""
+
+    def __init__(self, wire: Wire, rank: int, count: int, folder: Path, timeout: float) -> None:
+        self.wire, self.rank, self.last = wire, rank, rank == count - 1
+        self.stages = RankStages(rank, count, folder, timeout)
+        self.optimizers = RankOptimizers(self.stages)
+        self.values: dict[int, Any] = {}  # of the tail, by number
+        self.waiting: deque[list[Any]] = deque()  # backwards
+        self.ahead = count - 1 - rank
+
+    def serve(self) -> None:
+        """Execute commands until the controller ends the run."""
+        while True:
+            command = self.wire.receive()
+            kind, *rest = command
+            if kind == _BACKWARD:
+                self.waiting.append(rest)
+                while len(self.waiting) > self.ahead:
+                    self.backward(*self.waiting.popleft())
+                continue
+            if kind not in (_FORWARD, _TAIL, _FREE):
+                while self.waiting:
+                    self.backward(*self.waiting.popleft())
+            if kind == "end":
+                self.stages.close()
+                return
+            getattr(self, kind)(*rest)
+
+    def wall(self) -> None:
+        """Do nothing: ``serve`` has executed what waited."""
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def program(self, form: dict[str, Any]) -> None:
+        """Add the stages of a new signature of the call."""
+        self.stages.add(form)
+
+    def forward(self, call: int, program: int, inputs: dict[str, Any], state: Any, grad: bool, keys: list[int]) -> None:
+        """Run the forward of a call. ``state``: of the random generator before it. ``keys``: of the outputs."""
+        outputs = self.stages.forward(call, program, inputs, state, grad)
+        if self.last:
+            self.values.update(zip(keys, outputs, strict=True))
+
+    def tail(
+        self, key: int, kind: str, target: Any, args: Any, kwargs: Any, context: list[Any], keys: list[int]
+    ) -> None:
+        """Run one call of the script on values. ``keys``: of the tensors in its result, or empty."""
+        from torch.utils import _pytree as pytree
+
+        grad, autocast, state = context
+        args, kwargs = pytree.tree_map(lambda v: self.values[v] if isinstance(v, Value) else v, (args, kwargs))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for device, dtype, cache in autocast:
+                stack.enter_context(torch.autocast(device, dtype, True, cache))
+            if state is not None:
+                torch.set_rng_state(state)
+            result = getattr(args[0], target)(*args[1:], **kwargs) if kind == "call_method" else target(*args, **kwargs)
+        if keys:
+            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self.values.update(zip(keys, tensors, strict=True))
+        else:
+            self.values[key] = result
+
+    def backward(self, calls: list[int], root: int, gradient: Any, retain: bool) -> None:
+        """Run the backward of a loss, on the last rank first, then through the calls, latest first."""
+        if self.last:
+            given = self.values[gradient] if isinstance(gradient, Value) else gradient
+            torch.autograd.backward(self.values[root], given, retain_graph=retain)
+        self.stages.backward(calls, retain)
+
+    def free(self, keys: list[int], calls: list[int]) -> None:
+        """Drop values that the script has dropped, and calls that no backward can reach."""
+        for key in keys:
+            self.values.pop(key, None)
+        self.stages.drop(calls)
+
+    # --- reads and writes ---------------------------------------------------------------------------------------------
+
+    def fetch(self, key: int) -> None:
+        """Reply with a value."""
+        value = self.values[key]
+        self.wire.send(["value", value.detach() if isinstance(value, torch.Tensor) else value])
+
+    def describe(self, keys: list[int]) -> None:
+        """Reply with shape, strides, dtype and whether a gradient is needed, of values whose shape depends on data."""
+        tensors = [self.values[key] for key in keys]
+        self.wire.send(["value", [(tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for t in tensors]])
+
+    def gather(self) -> None:
+        """Reply with the parameters and buffers that this rank owns."""
+        self.wire.send(["value", {name: self.stages.tensors[name].detach() for name in self.stages.owned}])
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take new values of parameters and buffers."""
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in self.stages.tensors:
+                    self.stages.tensors[name].copy_(tensor)
+
+    def gradients(self) -> None:
+        """Reply with the gradients of the parameters that this rank owns; None where there is none."""
+        owned = {name: self.stages.tensors[name].grad for name in self.stages.owned_parameters}
+        self.wire.send(["value", owned])
+
+    def write_gradients(self, tensors: dict[str, torch.Tensor | None]) -> None:
+        """Take new gradients."""
+        for name, tensor in tensors.items():
+            if name in self.stages.owned:
+                self.stages.tensors[name].grad = tensor
+
+    def zero(self, names: list[str] | None, to_none: bool) -> None:
+        """Drop gradients, or set them to zero."""
+        for name in self.stages.owned_parameters if names is None else names:
+            if name not in self.stages.owned:
+                continue
+            parameter = self.stages.tensors[name]
+            if to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def norms(self, names: list[str], order: float, foreach: bool) -> None:
+        """Reply with the norm of each gradient among ``names`` that this rank owns, as torch computes it."""
+        own = [name for name in names if name in self.stages.owned and self.stages.tensors[name].grad is not None]
+        gradients: list[Any] = [self.stages.tensors[name].grad for name in own]
+        if foreach and gradients:
+            computed = list(torch._foreach_norm(gradients, order))
+        else:
+            computed = [torch.linalg.vector_norm(gradient, order) for gradient in gradients]
+        self.wire.send(["value", dict(zip(own, computed, strict=True))])
+
+    def scale(self, names: list[str], factor: torch.Tensor, foreach: bool) -> None:
+        """Multiply gradients by a factor."""
+        own: list[Any] = [self.stages.tensors[name].grad for name in names if name in self.stages.owned]
+        own = [gradient for gradient in own if gradient is not None]
+        if foreach and own:
+            torch._foreach_mul_(own, factor)
+        else:
+            for gradient in own:
+                gradient.mul_(factor)
+
+    def needs_gradients(self, flags: dict[str, bool]) -> None:
+        """Freeze and unfreeze parameters."""
+        for name, flag in flags.items():
+            if name in self.stages.tensors:
+                self.stages.tensors[name].requires_grad_(flag)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def optimizer(self, number: int, kind: Any, defaults: Any, groups: Any, state: Any) -> None:
+        """Make a copy of an optimizer of the script."""
+        self.optimizers.make(number, kind, defaults, groups, state)
+
+    def step(self, number: int, groups: Any) -> None:
+        """Step with the options of the groups at this moment, and send tied parameters to their copies."""
+        self.optimizers.step(number, groups)
+        self.stages.share_ties()
+
+    def states(self, number: int) -> None:
+        """Reply with the state of an optimizer for the parameters of this rank."""
+        self.wire.send(["value", self.optimizers.states(number)])
+
+    def write_states(self, number: int, state: Any) -> None:
+        """Take new state for parameters."""
+        self.optimizers.write_states(number, state)
+
+
+def main(words: list[str]) -> None:
+    """Run a rank: descriptor of the socket, rank, number of ranks, folder, seconds until a wait fails, temporary."""
+    descriptor, rank, count = (int(word) for word in words[:3])
+    parent, folder = os.getppid(), Path(words[3]) if "temporary" in words[5:] else None
+    _end_with(parent, folder)
+    wire = Wire(socket(fileno=descriptor))
+    try:
+        settings = wire.receive()
+        sys.path[:] = settings["path"]
+        torch.set_num_threads(settings["threads"])
+        torch.set_default_dtype(settings["dtype"])
+        torch.use_deterministic_algorithms(settings["deterministic"])
+        torch.set_float32_matmul_precision(settings["precision"])
+        served = Rank(wire, rank, count, Path(words[3]), float(words[4]))
+        wire.send(["ready"])
+        served.serve()
+    except (GoneError, TransportClosed):
+        # another process has failed and reports it; or the parent was killed, whose sockets close before it has ended
+        for _ in range(100):
+            if os.getppid() != parent:
+                _remove(folder)
+                break
+            time.sleep(0.02)
+        _exit(4)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            wire.send(["error", f"{type(error).__name__}: {error}", traceback.format_exc()])
+            wire.close()
+        _exit(3)
+    wire.close()
+    _exit(0)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(parent: int, folder: Path | None) -> None:
+    """End this process when its parent has ended, also if it was killed; remove a temporary folder of the run."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        _remove(folder)
+        os._exit(4)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

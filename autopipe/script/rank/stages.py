@@ -1,0 +1,256 @@
+"""The stages of one rank: tensors of the model, the code of every signature, and what crosses between ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.generate.loader import load_constants, load_stage
+from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.runtime.transport.absent import absent, is_absent
+from autopipe.runtime.transport.distributed import ProcessTransport, file_store, start_process_group
+from autopipe.script.codec import rebuilt_module
+from autopipe.stage import Container, Stage
+from autopipe.strides import Layout
+
+
+class _Crossing:
+    """A value that crosses between stages, as one rank sees it."""
+
+    def __init__(self, form: tuple[Any, ...]) -> None:
+        index, name, producer, consumers, shape, dtype, grad = form
+        self.index: int = index
+        self.name: str = name
+        self.producer: int = producer
+        self.dtype: torch.dtype = dtype
+        self.grad: bool = grad
+        self.consumers: list[int] = list(consumers)
+        self.layout = Layout(tuple(shape), self.dtype)
+
+    def next(self, stage: int) -> int | None:
+        """The consumer after a stage, from which its gradient arrives; None for the last one."""
+        return next((consumer for consumer in self.consumers if consumer > stage), None)
+
+    def previous(self, stage: int) -> int:
+        """The stage before a consumer, to which it sends the gradient."""
+        return max([self.producer, *(consumer for consumer in self.consumers if consumer < stage)])
+
+
+class _Program:
+    """The stage of this rank for one signature of the call."""
+
+    def __init__(self, stage: Stage, form: dict[str, Any]) -> None:
+        self.stage = stage
+        self.attributes: dict[tuple[str, str], dict[str, Any]] = form["attributes"]
+        self.sends = [_Crossing(entry) for entry in form["sends"]]
+        self.receives = [_Crossing(entry) for entry in form["receives"]]
+        # both ends of a channel see gradients in this order
+        self.crossings = sorted((*self.sends, *self.receives), key=lambda crossing: crossing.index)
+
+
+class _Flight:
+    """A forward that waits for its backward."""
+
+    def __init__(self, program: _Program) -> None:
+        self.program = program
+        self.received: dict[str, Tensor] = {}  # leaves
+        self.sent: dict[str, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.leaves: list[Tensor] = []  # what the tail reads in place of the outputs
+
+
+class RankStages:
+    """Tensors, modules and programs of one rank.
+
+    ``tensors`` has every parameter and buffer that a stage of this rank reads, by first name. ``owned``: those that no
+    earlier rank has.
+    """
+
+    def __init__(self, rank: int, count: int, folder: Path, timeout: float) -> None:
+        self.rank, self.count, self.folder, self.timeout = rank, count, folder, timeout
+        self.tensors: dict[str, Tensor] = {}
+        self.owned: set[str] = set()
+        self.modules: dict[str, nn.Module] = {}
+        self.ties: list[tuple[str, list[int]]] = []  # parameter, its stages in order
+        self.programs: dict[int, _Program] = {}
+        self.flights: dict[int, _Flight] = {}
+        self._current = -1
+        start_process_group(file_store(folder / "store", count), rank, count, timeout_seconds=timeout)
+        pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
+        self.transport = ProcessTransport(
+            [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
+            + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs]
+        )
+
+    @property
+    def owned_parameters(self) -> list[str]:
+        """The names of the parameters among ``owned``."""
+        return [
+            name for name, tensor in self.tensors.items() if name in self.owned and isinstance(tensor, nn.Parameter)
+        ]
+
+    def close(self) -> None:
+        """Wait for the other ranks."""
+        self.transport.close()
+
+    def add(self, form: dict[str, Any]) -> None:
+        """Add the stage of a signature: new tensors and modules, and the stage file."""
+        for name, (tensor, parameter, needs) in form["tensors"].items():
+            self.tensors[name] = nn.Parameter(tensor, requires_grad=needs) if parameter else tensor
+        self.owned.update(form["owned"])
+        self.ties = [(name, list(stages)) for name, stages in form["ties"]]
+        for path, module in form["modules"].items():
+            self.modules[path] = rebuilt_module(module, self.tensors)
+        folder = self.folder / form["folder"]
+        kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
+        kind.SPARE = ()  # state that no call reads stays in ``tensors``
+        stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
+        stage.draw_from_generator()
+        self.programs[form["number"]] = _Program(stage, form)
+
+    def _skeleton(self, kind: type[Stage], names: dict[str, str]) -> nn.Module:
+        """Return the part of the model that a stage adopts. ``names``: any name of a tensor -> its first one."""
+        root = Container()
+
+        def parent(path: str) -> tuple[nn.Module, str]:
+            *above, last = path.split(".")
+            place: nn.Module = root
+            for part in above:
+                child = place._modules.get(part)
+                if child is None:
+                    child = place._modules[part] = Container()
+                place = child
+            return place, last
+
+        for path in kind.MODULES:
+            place, last = parent(path)
+            place._modules[last] = self.modules[path]
+        for name in kind.PARAMETERS:
+            place, last = parent(name)
+            place._parameters[last] = self.tensors[names[name]]  # type: ignore[assignment]
+        for name in kind.BUFFERS:
+            place, last = parent(name)
+            place._buffers[last] = self.tensors[names[name]]
+        return root
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def forward(self, call: int, number: int, inputs: dict[str, Tensor], state: Any, grad: bool) -> list[Tensor]:
+        """Run a forward; return its outputs on the last rank, as leaves if a backward may follow."""
+        program = self.programs[number]
+        if number != self._current:
+            self._current = number
+            for (path, below), attributes in program.attributes.items():
+                vars(self.modules[path].get_submodule(below)).update(attributes)
+        flight = _Flight(program)
+        arguments = [inputs[name] for name in program.stage.INPUTS]
+        pending = []
+        for crossing in program.receives:
+            channel = Channel(ACTIVATION, crossing.producer, self.rank, crossing.producer, self.rank)
+            pending.append((crossing, self.transport.receive_message(channel, [crossing.layout])[0]))
+        for crossing, arriving in pending:
+            value = arriving.wait()
+            if grad and crossing.grad:
+                value.requires_grad_()
+            flight.received[crossing.name] = value
+            arguments.append(value)
+        if state is not None:
+            torch.set_rng_state(state)
+        with torch.set_grad_enabled(grad):
+            results = list(program.stage(*arguments))
+        for crossing, value in zip(program.sends, results, strict=False):
+            flight.sent[crossing.name] = value
+            for consumer in crossing.consumers:
+                channel = Channel(ACTIVATION, self.rank, consumer, self.rank, consumer)
+                self.transport.send_message(channel, [value.detach()], [crossing.layout])
+        outputs = results[len(program.sends) :]
+        if grad:
+            self.flights[call] = flight
+            flight.outputs = outputs
+            flight.leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
+            # the script may change an output in place, which no leaf allows
+            return [leaf.clone() if leaf.requires_grad else leaf for leaf in flight.leaves]
+        return outputs
+
+    def backward(self, calls: list[int], retain: bool) -> None:
+        """Run the backwards of calls, latest first, and add their gradients in the order of one backward."""
+        before: dict[str, Tensor] = {}
+        if len(calls) > 1:  # autograd adds the gradients of all calls before it adds them to ``grad``
+            for name, tensor in self.tensors.items():
+                if tensor.grad is not None:
+                    before[name], tensor.grad = tensor.grad, None
+        for call in calls:
+            self._backward(self.flights[call] if retain else self.flights.pop(call), retain)
+        for name, gradient in before.items():
+            tensor = self.tensors[name]
+            if tensor.grad is not None:
+                gradient.add_(tensor.grad)
+            tensor.grad = gradient
+
+    def _backward(self, flight: _Flight, retain: bool) -> None:
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+
+        def add(value: Tensor, gradient: Tensor | None) -> None:
+            if gradient is not None and value.requires_grad:
+                roots.append(value)
+                gradients.append(gradient)
+
+        for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
+            add(output, leaf.grad)
+            leaf.grad = None
+        for crossing in flight.program.crossings:
+            after = crossing.next(self.rank)
+            if crossing.grad and after is not None:
+                value = flight.sent[crossing.name] if crossing.name in flight.sent else flight.received[crossing.name]
+                add(value, self._receive(GRADIENT, after, crossing.layout))
+        for name, stages in self.ties:
+            tied = self.tensors[name] if self.rank in stages else None
+            if tied is not None and tied.requires_grad and self.rank != stages[-1]:
+                after = stages[stages.index(self.rank) + 1]
+                add(tied, self._receive(TIE_GRADIENT, after, Layout(tuple(tied.shape), tied.dtype)))
+        if roots:
+            torch.autograd.backward(roots, gradients, retain_graph=retain)
+        for crossing in flight.program.receives:
+            if crossing.grad:
+                value = flight.received[crossing.name]
+                self._send(GRADIENT, crossing.previous(self.rank), value, crossing.layout)
+        for name, stages in self.ties:
+            tied = self.tensors[name] if self.rank in stages[1:] else None
+            if tied is not None and tied.requires_grad:
+                before = stages[stages.index(self.rank) - 1]
+                self._send(TIE_GRADIENT, before, tied, Layout(tuple(tied.shape), tied.dtype))
+
+    def _receive(self, kind: str, source: int, layout: Layout) -> Tensor | None:
+        channel = Channel(kind, source, self.rank, source, self.rank)
+        gradient = self.transport.receive_message(channel, [layout])[0].wait()
+        return None if is_absent(gradient) else gradient
+
+    def _send(self, kind: str, target: int, value: Tensor, layout: Layout) -> None:
+        gradient = absent(value.detach()) if value.grad is None else value.grad
+        value.grad = None
+        self.transport.send_message(Channel(kind, self.rank, target, self.rank, target), [gradient], [layout])
+
+    def drop(self, calls: list[int]) -> None:
+        """Forget calls that no backward can reach."""
+        for call in calls:
+            self.flights.pop(call, None)
+
+    def share_ties(self) -> None:
+        """Send the values of tied parameters from their owners to the copies."""
+        for name, stages in self.ties:
+            if self.rank not in stages:
+                continue
+            tensor = self.tensors[name]
+            layout = Layout(tuple(tensor.shape), tensor.dtype)
+            if self.rank == stages[0]:
+                for copy in stages[1:]:
+                    channel = Channel(TIE_VALUE, self.rank, copy, self.rank, copy)
+                    self.transport.send_message(channel, [tensor.detach().clone()], [layout])
+            else:
+                channel = Channel(TIE_VALUE, stages[0], self.rank, stages[0], self.rank)
+                with torch.no_grad():
+                    tensor.copy_(self.transport.receive_message(channel, [layout])[0].wait())

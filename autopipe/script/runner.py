@@ -1,0 +1,69 @@
+"""Run a script as ``python SCRIPT`` would, with its model in stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from autopipe.errors import AutopipeError, RunError
+from autopipe.script import patches as patching
+from autopipe.script import refusals
+from autopipe.script.checking import Reference
+from autopipe.script.execution import INTERRUPTED, execute, report
+from autopipe.script.notes import Notes
+from autopipe.script.patches import Patches
+
+__all__ = ["INTERRUPTED", "end_by_interrupt", "run_script"]
+
+
+def run_script(
+    script: Path, words: list[str], *, count: int, timeout: float, folder: Path | None, steps: int, quiet: bool = False
+) -> int:
+    """Run a script with its arguments in ``count`` stages; return its exit code.
+
+    ``timeout``: seconds that a rank may be silent. ``folder``: where the stage files remain. ``steps``: optimizer steps
+    that are compared with the script in a process of its own; 0 for none.
+
+    Raises: RunError if the file cannot be read.
+    """
+    try:
+        text = script.read_bytes()
+    except OSError as error:
+        raise RunError(f"the script cannot be read: {error}") from None
+    notes = Notes(quiet=quiet)
+    installed = Patches(count, timeout=timeout, folder=folder, notes=notes)
+    reference = None
+    if steps:
+        reference = Reference.started(script, words, text, steps, installed)
+    installed.install()
+    if reference is not None:
+        reference.watch(installed)
+    code = execute(script, words, text)
+    failed = code != 0
+    try:
+        if not failed and refusals.raised:
+            report(refusals.raised[0])
+            notes.say("the script caught this error and went on: its results may differ from those of python")
+            code, failed = refusals.raised[0].exit_code, True
+        if not failed:
+            for controller in patching.starting:
+                controller.release()
+            if not patching.starting:
+                notes.say("no model was trained: nothing ran in stages")
+            notes.end()
+    except AutopipeError as error:
+        report(error)
+        code, failed = error.exit_code, True
+    finally:
+        for controller in patching.starting:
+            controller.close(failed=failed)
+        if reference is not None:
+            reference.end()
+    return code
+
+
+def end_by_interrupt() -> None:
+    """End this process as python ends after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

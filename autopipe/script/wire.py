@@ -1,0 +1,88 @@
+"""``Wire``: messages between the controller and one rank over a socket. Sending never waits for the receiver."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from autopipe.script.codec import decoded, encoded
+
+_MOST_WAITING = 256 << 20
+"""Bytes that may wait to be sent; more block the sender, which has then run far ahead of the receiver."""
+
+
+class GoneError(EOFError):
+    """The other end has closed the connection."""
+
+
+class Wire:
+    """One end of a connection. ``alive``: called while waiting; raises if the other process has ended."""
+
+    def __init__(self, end: socket.socket, alive: Callable[[], None] = lambda: None) -> None:
+        self._socket, self._alive = end, alive
+        self._queue: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting, self._broken = 0, False
+        self._thread = threading.Thread(target=self._work, name="wire", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        """Copy the message, and send it in another thread. Raises: UnsendableError, GoneError."""
+        parts = encoded(message)
+        size = sum(len(part) for part in parts)
+        with self._changed:
+            while self._waiting > _MOST_WAITING and not self._broken:
+                if not self._changed.wait(1.0):
+                    self._alive()
+            if self._broken:
+                self._alive()
+                raise GoneError("the other process has closed its connection")
+            self._waiting += size
+        self._queue.put(parts)
+
+    def receive(self) -> Any:
+        """Return the next message. Raises: GoneError if the other end is gone, and what ``alive`` raises."""
+        return decoded(self._read)
+
+    def ready(self) -> bool:
+        """Return whether a message has begun to arrive."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Send what waits, for at most ``seconds``, and close."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _read(self, buffer: memoryview) -> None:
+        while buffer:
+            if not select.select([self._socket], [], [], 1.0)[0]:
+                self._alive()
+                continue
+            try:
+                count = self._socket.recv_into(buffer)
+            except ConnectionError as error:
+                raise GoneError(str(error)) from error
+            if not count:
+                raise GoneError("the other process has closed its connection")
+            buffer = buffer[count:]
+
+    def _work(self) -> None:
+        while (parts := self._queue.get()) is not None:
+            try:
+                for part in parts:
+                    self._socket.sendall(part)
+            except OSError:
+                with self._changed:
+                    self._broken = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._waiting -= sum(len(part) for part in parts)
+                self._changed.notify_all()

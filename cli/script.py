@@ -1,0 +1,70 @@
+"""``autopipe run``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import options, types
+from .terminal import Terminal
+
+
+@click.command("run", context_settings={"ignore_unknown_options": False})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@options.option("--gpus", type=types.COUNT, default=2, show_default=True, metavar="N", help="Stages, one process each.")
+@options.option(
+    "--check",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    metavar="K",
+    help="Optimizer steps that are compared with the script in a process of its own; 0: none.",
+)
+@options.option(
+    "--num-microbatches",
+    type=types.COUNT,
+    metavar="M",
+    help="Parts of each batch of the script. Only 1 so far: accumulation in the script gives overlap.",
+)
+@options.option(
+    "--timeout",
+    type=types.NUMBER,
+    default=1800.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence that ends a run.",
+)
+@options.option(
+    "--stages-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the stage files in this directory."
+)
+@options.verbosity
+@click.pass_obj  # type: ignore[arg-type]  # it passes the terminal
+def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> int:
+    """Run an unmodified training script with its model in stages.
+
+    The script's own arguments follow ``--``. It runs once, in this process: its data, prints, files and metrics are its
+    own, and only its model runs in other processes. On a CPU, standard output and weights are those of `python SCRIPT`,
+    bit for bit. What cannot be equal is refused, with the line of the script.
+
+    With --check, the script also runs in a second process, up to that optimizer step. So what it writes before that
+    step, it writes twice.
+    """
+    from autopipe.commands import script as command
+
+    code = command.run(
+        script,
+        list(arguments),
+        stages=given["gpus"],
+        check=given["check"],
+        num_microbatches=given["num_microbatches"] or 1,
+        timeout=given["timeout"],
+        folder=given["stages_dir"],
+        quiet=terminal.verbosity < 0,
+    )
+    if code == command.INTERRUPTED:
+        command.end_by_interrupt()
+    return os.EX_OK if code is None else code

@@ -1,0 +1,66 @@
+"""``autopipe run --check``: the first steps against the script in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.script_runs import SCRIPTS, by_python, in_stages
+
+UNEQUAL = """
+import os, torch
+from torch import nn
+torch.manual_seed(os.getpid())
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    opt.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    opt.step()
+print("end")
+"""
+UNSEEDED = """
+import random, numpy as np, torch
+from torch import nn
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    opt.zero_grad()
+    model(torch.ones(3, 4) * random.random() * np.random.rand()).sum().backward()
+    opt.step()
+    print(random.random(), set("abcdef"))
+"""
+
+
+def test_a_script_is_checked_by_default(tmp_path: Path) -> None:
+    plain = by_python(SCRIPTS / "language.py", "--steps", "3", folder=tmp_path / "plain")
+    staged = in_stages(SCRIPTS / "language.py", "--steps", "3", folder=tmp_path / "staged", options=("--check", "2"))
+    assert staged.code == 0, staged.errors
+    assert "checked: 40 tensors and standard output" in staged.errors
+    assert staged.output == plain.output
+
+
+def test_a_script_without_an_optimizer_is_checked(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "recurrent.py", folder=tmp_path, options=("--check", "3"))
+    assert "after 3 optimizer steps" in staged.errors
+
+
+def test_other_weights_end_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "unequal.py"
+    script.write_text(UNEQUAL)
+    staged = in_stages(script, folder=tmp_path, options=("--check", "1"))
+    assert staged.code == 1
+    assert "4 of 4 tensors differ" in staged.errors
+    assert "end" not in staged.output
+
+
+def test_a_script_without_seeds_draws_the_same_in_both_processes(tmp_path: Path) -> None:
+    script = tmp_path / "unseeded.py"
+    script.write_text(UNSEEDED)
+    staged = in_stages(script, folder=tmp_path, options=("--check", "2"))
+    assert "checked: 4 tensors and standard output" in staged.errors
+
+
+def test_a_script_that_ends_before_is_not_checked(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "language.py", "--steps", "1", folder=tmp_path, options=("--check", "2"))
+    assert staged.code == 0
+    assert "not checked" in staged.errors

@@ -1,0 +1,82 @@
+"""Unmodified scripts in stages: standard output and saved tensors are those of python, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.script_runs import SCRIPTS, by_python, in_stages
+from torch.utils import _pytree as pytree
+
+CASES = {
+    "accumulation": ("language.py", (), "language.pt"),
+    "autocast": ("language.py", ("--bf16", "--steps", "3"), "language.pt"),
+    "workers": ("images.py", (), "images.pt"),
+    "no optimizer": ("recurrent.py", (), ""),
+    "trainer": ("trainer.py", (), "trainer.pt"),
+}
+
+
+def differences(left: Path, right: Path) -> list[int]:
+    loaded = [torch.load(path, weights_only=True) for path in (left, right)]
+    a, b = (pytree.tree_leaves(value) for value in loaded)
+    assert len(a) == len(b) > 3
+    assert {type(value) for value in b} <= {torch.Tensor, int, float, bool, str, type(None)}
+    return [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not bool(torch.as_tensor(x == y).all())]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_script_prints_and_saves_what_it_does_in_python(name: str, stages: int, tmp_path: Path) -> None:
+    script, words, saved = CASES[name]
+    plain = by_python(SCRIPTS / script, *words, folder=tmp_path / "plain")
+    staged = in_stages(SCRIPTS / script, *words, folder=tmp_path / "staged", stages=stages)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+    assert f"{stages} stages: " in staged.errors
+    if saved:
+        assert differences(tmp_path / "plain" / saved, tmp_path / "staged" / saved) == []
+
+
+def test_a_script_resumes_as_it_does_in_python(tmp_path: Path) -> None:
+    script = SCRIPTS / "language.py"
+    for folder in ("plain", "staged"):
+        assert by_python(script, "--steps", "2", folder=tmp_path / folder).code == 0
+    words = ("--steps", "3", "--resume")
+    plain = by_python(script, *words, folder=tmp_path / "plain")
+    staged = in_stages(script, *words, folder=tmp_path / "staged")
+    assert plain.code == staged.code == 0, staged.errors
+    assert "step 4" in plain.output
+    assert staged.output == plain.output
+    assert differences(tmp_path / "plain" / "language.pt", tmp_path / "staged" / "language.pt") == []
+
+
+def test_accumulation_is_reported_as_overlap(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "language.py", "--steps", "1", folder=tmp_path)
+    assert "overlap from the script's accumulation of 4 microbatches" in staged.errors
+
+
+def test_numbers_that_are_read_between_microbatches_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "reads.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))\n"
+        "opt = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    loss = model(torch.randn(3, 4)).sum()\n"
+        "    loss.backward()\n"
+        "    print(loss.item())\n"
+        "opt.step()\n"
+    )
+    staged = in_stages(script, folder=tmp_path)
+    assert "no overlap" in staged.errors
+    assert f"{script}:8 (3 times a step)" in staged.errors
+
+
+def test_parts_of_a_batch_are_refused(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "language.py", folder=tmp_path, options=("--num-microbatches", "4"))
+    assert staged.code == 1
+    assert "cannot be cut yet" in staged.errors
+    assert staged.output == ""

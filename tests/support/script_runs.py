@@ -1,0 +1,42 @@
+"""Run a script with python and with ``autopipe run``, and compare: standard output, exit code, saved tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def _run(words: list[str], folder: Path) -> Ended:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def by_python(script: Path, *words: str, folder: Path) -> Ended:
+    """Run ``python SCRIPT`` in a folder."""
+    return _run([sys.executable, str(script), *words], folder)
+
+
+def in_stages(script: Path, *words: str, folder: Path, stages: int = 2, options: tuple[str, ...] = ()) -> Ended:
+    """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise."""
+    given = ("--check", "0", *options)
+    command = [sys.executable, "-m", "autopipe.cli", "run", str(script), "--gpus", str(stages), *given, "--", *words]
+    return _run(command, folder)

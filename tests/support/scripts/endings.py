@@ -1,0 +1,53 @@
+"""A script that trains two steps and then ends in the way that its argument names."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+how = sys.argv[1]
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train():
+    opt.zero_grad()
+    loss = model(torch.randn(4, 8)).pow(2).mean()
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+
+def children():
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "autopipe.script.rank" in line]
+
+
+print(f"{train():.17g}")
+print(f"{train():.17g}", flush=True)
+if how == "exception":
+    raise ValueError("of the script")
+if how == "exit":
+    sys.exit(7)
+if how == "text":
+    sys.exit("the end")
+if how == "hard":
+    os._exit(9)
+if how == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+if how == "killed":
+    print(*children(), file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "rank":
+    for child in children()[1:]:
+        os.kill(child, signal.SIGKILL)
+for _ in range(200):
+    last = train()
+print(f"{last:.17g}")
