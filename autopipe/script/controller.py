@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import AutopipeError, TraceError
+from autopipe.errors import AutopipeError, TraceError, WorkerError
 from autopipe.script import remote
 from autopipe.script.capture import Program, Recording, autocast_now, plan_of, program_of, record, remapped
 from autopipe.script.codec import UnsendableError, same_bytes
@@ -231,6 +231,8 @@ class Controller:
         recorded: Program | None = None
         try:
             recorded = self._recorded(args, kwargs)
+        except WorkerError:
+            raise
         except (AutopipeError, UnsendableError) as error:
             self._impossible(error, grad)
         self.programs[signature] = recorded

@@ -35,7 +35,15 @@ class Ranks:
         self.wires: list[Wire] = []
         self.owner = os.getpid()
         self._waiting_since, self._waited = 0.0, 0
-        for rank in range(count):
+        try:
+            self._start_all()
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def _start_all(self) -> None:
+        """Start the ranks, and wait until they are connected. Raises: WorkerError."""
+        for rank in range(self.count):
             self._start(rank)
         settings = {
             "path": list(sys.path),
@@ -44,14 +52,15 @@ class Ranks:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "precision": torch.get_float32_matmul_precision(),
         }
-        for wire in self.wires:
-            wire.send(settings)
-        for rank in range(count):
+        for rank in range(self.count):
+            self.send(rank, settings)
+        for rank in range(self.count):
             self.receive(rank)
 
     def _start(self, rank: int) -> None:
         here, there = socket.socketpair()
-        words = [str(there.fileno()), str(rank), str(self.count), str(self.folder), str(self.timeout)]
+        numbers = there.fileno(), rank, self.count, self.owner
+        words = [*map(str, numbers), str(self.folder), str(self.timeout)]
         words += ["temporary"] if self.temporary else []
         package = str(Path(__file__).resolve().parents[2])
         code = (
@@ -98,7 +107,7 @@ class Ranks:
             f"the process of a stage {how}; the run cannot continue", rank=first[0], remedy="start it again"
         )
 
-    def send(self, rank: int, command: list[Any]) -> None:
+    def send(self, rank: int, command: Any) -> None:
         """Send a command without waiting. Raises: WorkerError, UnsendableError."""
         try:
             self.wires[rank].send(command)

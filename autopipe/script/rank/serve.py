@@ -201,9 +201,12 @@ class Rank:
 
 
 def main(words: list[str]) -> None:
-    """Run a rank: descriptor of the socket, rank, number of ranks, folder, seconds until a wait fails, temporary."""
-    descriptor, rank, count = (int(word) for word in words[:3])
-    parent, folder = os.getppid(), Path(words[3]) if "temporary" in words[5:] else None
+    """Run a rank: descriptor of the socket, rank, number of ranks, process of the controller, folder, seconds until a
+    wait fails, temporary.
+    """
+    descriptor, rank, count, parent = (int(word) for word in words[:4])
+    place, seconds = Path(words[4]), float(words[5])
+    folder = place if "temporary" in words[6:] else None
     _end_with(parent, folder)
     wire = Wire(socket(fileno=descriptor))
     try:
@@ -213,7 +216,7 @@ def main(words: list[str]) -> None:
         torch.set_default_dtype(settings["dtype"])
         torch.use_deterministic_algorithms(settings["deterministic"])
         torch.set_float32_matmul_precision(settings["precision"])
-        served = Rank(wire, rank, count, Path(words[3]), float(words[4]))
+        served = Rank(wire, rank, count, place, seconds)
         wire.send(["ready"])
         served.serve()
     except (GoneError, TransportClosed):

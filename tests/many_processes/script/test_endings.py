@@ -43,9 +43,11 @@ def test_a_script_ends_as_in_python(how: str, tmp_path: Path) -> None:
     wait_until_nothing_is_left()
 
 
-def test_a_rank_that_is_killed_ends_the_run_by_name(tmp_path: Path) -> None:
-    staged = in_stages(SCRIPTS / "endings.py", "rank", folder=tmp_path)
+@pytest.mark.parametrize("when", ["rank", "starting"])
+def test_a_rank_that_is_killed_ends_the_run_by_name(when: str, tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "endings.py", when, folder=tmp_path)
     assert staged.code == 3
-    assert "was killed by signal 9" in staged.errors
-    assert "rank 1" in staged.errors
+    assert "the process of a stage was killed by signal 9; the run cannot continue" in staged.errors
+    assert "cannot run in stages" not in staged.errors
+    assert "rank" in staged.errors
     wait_until_nothing_is_left()

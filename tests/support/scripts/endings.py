@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -29,6 +30,14 @@ def children():
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if "autopipe.script.rank" in line]
 
 
+def kill_a_starting_rank():
+    while not (started := children()):
+        time.sleep(0.01)
+    os.kill(started[-1], signal.SIGKILL)
+
+
+if how == "starting":
+    threading.Thread(target=kill_a_starting_rank, daemon=True).start()
 print(f"{train():.17g}")
 print(f"{train():.17g}", flush=True)
 if how == "exception":
