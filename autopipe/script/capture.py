@@ -101,7 +101,7 @@ def autocast_now() -> Autocast:
 
 
 def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
-    """Enter autocast regions anew, as a context."""
+    """Return a context in which the autocast regions of the script hold again."""
     stack = contextlib.ExitStack()
     for device, dtype, cache in regions:
         stack.enter_context(torch.autocast(device, dtype, True, cache))
@@ -246,7 +246,7 @@ class Program:
     buffers_written: frozenset[str]
 
     def forms(self, model: nn.Module, names: dict[int, str]) -> list[dict[str, Any]]:
-        """Return what each rank is told of the program, without tensors. ``names``: as for ``module_form``.
+        """Return what each rank gets of the program, without tensors. ``names``: as for ``module_form``.
 
         Raises: UnsendableError if a stage calls a module that is not torch's.
         """

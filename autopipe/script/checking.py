@@ -165,7 +165,7 @@ _TIMES = re.compile(
 
 
 def _differing(text: str, expected: str) -> tuple[str, str] | None:
-    """Return the first lines that differ, times left out; None if there are none."""
+    """Return the first lines that differ, times left out; None if they are equal."""
     ours, theirs = text.splitlines(), expected.splitlines()
     for a, b in zip(ours, theirs, strict=False):
         if a != b and _TIMES.sub("", a) != _TIMES.sub("", b):
@@ -205,7 +205,7 @@ class _Counting:
 
     def install(self) -> None:
         """Replace the call of modules and the steps of optimizers."""
-        call, made, backward = nn.Module.__call__, Optimizer.__init__, torch.autograd.backward
+        call, initialize, backward = nn.Module.__call__, Optimizer.__init__, torch.autograd.backward
         choice = Choice()
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class _Counting:
             kind = type(optimizer)
             if not getattr(kind.step, "autopipe", False):
                 kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
-            made(optimizer, *args, **kwargs)
+            initialize(optimizer, *args, **kwargs)
             choice.optimizers.add(optimizer)
 
         def backward_of(*args: Any, **kwargs: Any) -> Any:

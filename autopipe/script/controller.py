@@ -80,7 +80,7 @@ class Controller:
         self._key += 1
         return self._key
 
-    def held(self, key: int, calls: frozenset[int]) -> None:
+    def note_holder(self, key: int, calls: frozenset[int]) -> None:
         """Note that a lazy tensor stands for a value."""
         self._holders[key] += 1
         self._call_holders.update(calls)

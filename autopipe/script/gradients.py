@@ -70,15 +70,15 @@ class Gradients:
         self.push()
         self._send(["zero", None if names is None else list(names), to_none])
         for name in list(self.seen) if names is None else names:
-            held = self.seen.get(name)
+            known = self.seen.get(name)
             if to_none:
                 if self._known:
                     self.seen[name] = self._copies[name] = None
                 else:
                     self.seen.pop(name, None)
-            elif held is not None:
-                held.zero_()
-                self._copies[name] = held.clone()
+            elif known is not None:
+                known.zero_()
+                self._copies[name] = known.clone()
         if names is None and to_none:
             self.any, self._known = False, False
             self.seen, self._copies = {}, {}

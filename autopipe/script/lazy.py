@@ -48,7 +48,7 @@ class Lazy(Tensor):
         lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)
         lazy.lz_controller, lazy.lz_key, lazy.lz_fake = controller, key, fake
         lazy.lz_needs, lazy.lz_calls, lazy.lz_name, lazy.lz_read = needs, calls if needs else frozenset(), name, None
-        controller.held(key, lazy.lz_calls)
+        controller.note_holder(key, lazy.lz_calls)
         weakref.finalize(lazy, controller.dropped, key, lazy.lz_calls).atexit = False
         return lazy
 

@@ -76,13 +76,13 @@ class Patches:
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def _optimizers(self) -> None:
-        made = Optimizer.__init__
+        initialize = Optimizer.__init__
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             kind = type(optimizer)
             if not getattr(kind.step, "autopipe", False):
                 kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
-            made(optimizer, *args, **kwargs)
+            initialize(optimizer, *args, **kwargs)
             self.choice.optimizers.add(optimizer)
 
         Optimizer.__init__ = init  # type: ignore[method-assign,assignment]

@@ -42,12 +42,12 @@ class States(defaultdict[Any, Any]):
     def moved(self) -> None:
         """Note that a step has changed the state on the ranks."""
         self._stale = True
-        if self._opened and self._held():
+        if self._opened and self._is_shared():
             self._open()
         elif self._opened:
             self._opened, self._copies = False, {}
 
-    def _held(self) -> bool:
+    def _is_shared(self) -> bool:
         for state in dict.values(self):
             if sys.getrefcount(state) > _OWN_REFERENCES:
                 return True

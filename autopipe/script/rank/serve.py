@@ -133,7 +133,7 @@ class Rank:
                     self.stages.tensors[name].copy_(tensor)
 
     def gradients(self) -> None:
-        """Reply with the gradients of the parameters that this rank owns; None where there is none."""
+        """Reply with the gradients of the parameters that this rank owns; None without a gradient."""
         owned = {name: self.stages.tensors[name].grad for name in self.stages.owned_parameters}
         self.wire.send(["value", owned])
 

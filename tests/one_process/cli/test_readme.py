@@ -13,8 +13,8 @@ from autopipe.cli.main import autopipe
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines() if line]
-# the reader's own file
-OWN_FILE = "path/to/file.py"
+# the reader's own files: a model, and a training script
+OWN_FILE, OWN_SCRIPT = "path/to/file.py", "train.py"
 
 
 def test_the_readme_has_commands():
@@ -32,7 +32,8 @@ def test_a_command_of_the_readme_exists(line):
     top = autopipe.make_context("autopipe", [], resilient_parsing=True)
     command = autopipe.get_command(top, args[0])
     assert command is not None
-    command.make_context(args[0], args[1:], parent=top)  # raises for an unknown option
+    given = [__file__ if word == OWN_SCRIPT else word for word in args[1:]]  # a script must exist
+    command.make_context(args[0], given, parent=top)  # raises for an unknown option
 
 
 def test_the_links_of_the_readme_have_targets():
@@ -47,7 +48,7 @@ def test_the_commands_of_the_readme_work_in_their_order(tmp_path):
     program = Path(sys.executable).with_name("autopipe")
     for line in COMMANDS:
         name, *args = shlex.split(line)
-        if name != "autopipe" or OWN_FILE in args:
+        if name != "autopipe" or OWN_FILE in args or OWN_SCRIPT in args:
             continue
         done = subprocess.run([program, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
         assert done.returncode == 0, f"{line}\n{done.stderr}"

@@ -18,7 +18,7 @@ from support.schedule_cases import Case, compared
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Schedule, ScheduleSpec
-from autopipe.runtime import assembly, session
+from autopipe.runtime import assembly, rows
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.stage_runner import StageRunner
@@ -111,7 +111,7 @@ def gradients_of_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first read a version that is newer by one."""
-    original = session.make
+    original = rows.make
 
     def make(name: str, request: ScheduleSpec) -> Schedule:
         right = original(name, request)
@@ -121,7 +121,7 @@ def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         staleness = [right.staleness[0], *(delta - 1 for delta in right.staleness[1:])]
         return unflushed(name, right.request, warmup, staleness, [count + 1 for count in warmup])
 
-    for part in (session, assembly):
+    for part in (rows, assembly):
         monkeypatch.setattr(part, "make", make)
 
 

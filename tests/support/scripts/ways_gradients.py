@@ -60,19 +60,19 @@ def grad_numpy():
 
 
 def grad_kept():
-    held = []
-    step(between=lambda: held.extend(p.grad for p in model.parameters()))
+    kept = []
+    step(between=lambda: kept.extend(p.grad for p in model.parameters()))
     step()
-    show(*held)
+    show(*kept)
 
 
 def grad_accumulated_kept():
     run.opt.zero_grad()
     loss_of().backward()
-    held = [p.grad for p in model.parameters()]
+    kept = [p.grad for p in model.parameters()]
     loss_of().backward()
-    show(*held)
-    held[0].mul_(0.5)
+    show(*kept)
+    kept[0].mul_(0.5)
     run.opt.step()
 
 

@@ -20,9 +20,9 @@ def momentum_read():
 
 def momentum_kept():
     step()
-    held = run.opt.state[model.head.weight]["exp_avg_sq"]
+    kept = run.opt.state[model.head.weight]["exp_avg_sq"]
     step()
-    show(held)
+    show(kept)
 
 
 def momentum_write():

@@ -59,16 +59,16 @@ def kept_view():
 
 
 def kept_data():
-    held = [p.data for p in model.parameters()]
+    kept = [p.data for p in model.parameters()]
     step()
-    show(*held)
+    show(*kept)
 
 
 def kept_state_dict():
-    held = model.state_dict()
+    kept = model.state_dict()
     step()
-    show(*held.values())
-    model.load_state_dict(held)
+    show(*kept.values())
+    model.load_state_dict(kept)
     step()
 
 
