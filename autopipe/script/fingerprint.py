@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.script.capture import autocast_now
+
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 4
 _KNOWN: dict[type[nn.Module], list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
@@ -38,6 +40,23 @@ def fingerprint(model: nn.Module) -> Hashable:
             entries.append(tuple(map(id, registered.values())))
         entries.extend(_globals_of(type(module)))
     return tuple(entries)
+
+
+def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | None:
+    """Return what decides which recording a call needs; None if an argument is neither tensor nor number.
+
+    ``flat``, ``form``: the arguments as pytree gives them.
+    """
+    entries: list[Hashable] = []
+    for value in flat:
+        if isinstance(value, Tensor):
+            entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
+        elif isinstance(value, _PLAIN):
+            entries.append((type(value).__name__, value))
+        else:
+            return None
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    return str(form), tuple(entries), trained, fingerprint(model), autocast_now(), torch.is_grad_enabled()
 
 
 def _of(value: Any, depth: int) -> Hashable:
