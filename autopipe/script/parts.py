@@ -83,7 +83,9 @@ class Parts:
                 for output in program.recording.outputs
             )
             if self._rows.setdefault(form, rows) != rows:
-                raise refused(f"the outputs of the model for {size} samples differ in more than the samples", ACCUMULATE)
+                raise refused(
+                    f"the outputs of the model for {size} samples differ in more than the samples", ACCUMULATE
+                )
 
     def _joined(self, sent: list[Sent]) -> Any:
         controller, recording = self.controller, sent[0][0].recording
@@ -120,16 +122,18 @@ class Parts:
         one = sum(forward) + sum(backward)
         faster = count * one / (one + (count - 1) * (max(forward) + max(backward)))
         sizes = ", ".join(map(str, self.sizes))
-        said = [
-            f"each training batch is cut into {count} parts along dimension 0 (of {sizes} samples), all forwards before "
-            f"all backwards: {faster:.2f} times the speed of one process is predicted, by counted operations",
+        lines = [
+            f"each training batch is cut into {count} parts along dimension 0 (of {sizes} samples), all forwards "
+            f"before all backwards: {faster:.2f} times the speed of one process is predicted, by counted operations",
             "not bit-equal to python: gradients are sums over parts, in another order. The loss is that of the whole "
             "batch. Evaluation is not cut",
         ]
         if any(program is not None and program.draws for program in controller.programs.values()):
-            said.append("not equal to python: each part draws its random numbers (dropout) after those of the part before")
+            lines.append(
+                "not equal to python: each part draws its random numbers (dropout) after those of the part before"
+            )
         norms = batch_norms(controller.model)
         if norms:
             others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-            said.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part")
-        return said
+            lines.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part")
+        return lines

@@ -14,6 +14,7 @@ Batch norm in training mode mixes samples by its definition. Its layers use thei
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,7 +141,7 @@ class _Trial:
                     if not isinstance(value, Tensor):
                         continue
                     sizes = [len(part[name]) for part in parts]
-                    pairs = zip(value.split(sizes), other[name].split(sizes), chosen, strict=True)
+                    pairs = zip(torch.split(value, sizes), torch.split(other[name], sizes), chosen, strict=True)
                     for before, after, replaced in pairs:
                         same = same_bytes(before.contiguous(), after.contiguous())
                         if not same and not replaced:
@@ -189,7 +190,7 @@ def _same_values(whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
 def _tolerance(dtype: torch.dtype) -> float:
     """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
     used = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
-    return float(max(torch.finfo(dtype).eps, torch.finfo(used).eps)) ** 0.5
+    return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(used).eps))
 
 
 @contextlib.contextmanager
