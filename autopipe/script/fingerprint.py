@@ -7,6 +7,7 @@ are compared by identity and version.
 
 from __future__ import annotations
 
+import dis
 import math
 import types
 from collections.abc import Hashable, Iterator
@@ -103,7 +104,8 @@ def _named_globals(kind: type[nn.Module]) -> list[tuple[tuple[str, ...], dict[st
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Yield the global names that the code reads. ``co_names`` also has those of attributes."""
+    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
