@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from autopipe.script.fingerprint import fingerprint
 from torch import Tensor, nn
+
+from autopipe.script.fingerprint import fingerprint
 
 weight, factor = 1.0, 2.0
 
