@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.errors import RunError
+from autopipe.script.batches.cutting import call_in_parts
 from autopipe.script.choosing import Choice
 from autopipe.script.codec import same_bytes
 from autopipe.script.controller import Controller
-from autopipe.script.cutting import call_in_parts
 from autopipe.script.execution import execute
 from autopipe.script.patches import Patches
 from autopipe.script.weights import named_tensors

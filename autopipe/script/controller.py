@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.script import remote
+from autopipe.script.batches.parts import Parts
 from autopipe.script.capture import Program, Recording, autocast_now, plan_of, program_of, record, remapped
 from autopipe.script.codec import UnsendableError, same_bytes
 from autopipe.script.fingerprint import fingerprint, hooks_of, signature_of
 from autopipe.script.gradients import Gradients
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
-from autopipe.script.parts import Parts
 from autopipe.script.randomness import states_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.script import lazy, remote
+from autopipe.script.batches.parts import Parts
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
 from autopipe.script.optimizers import Copies
-from autopipe.script.parts import Parts
 from autopipe.script.refusals import refused
 from autopipe.script.remote import busy, is_remote
 

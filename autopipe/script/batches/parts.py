@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopipe.script.batches.cutting import Cut, UncutError, cut
+from autopipe.script.batches.samples import ACCUMULATE, batch_norms, check_samples
 from autopipe.script.capture import Program
 from autopipe.script.codec import Value
-from autopipe.script.cutting import Cut, UncutError, cut
 from autopipe.script.fingerprint import fingerprint
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
 from autopipe.script.remote import plain
-from autopipe.script.samples import ACCUMULATE, batch_norms, check_samples
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller

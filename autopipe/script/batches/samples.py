@@ -24,8 +24,8 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from autopipe.script.batches.cutting import Cut
 from autopipe.script.codec import same_bytes
-from autopipe.script.cutting import Cut
 from autopipe.script.refusals import refused
 
 ACCUMULATE = "accumulate gradients in the script over smaller batches: they overlap, with the same numbers"
