@@ -137,3 +137,34 @@ def test_samples_that_are_mixed_only_by_a_later_batch_are_refused(tmp_path: Path
 def test_arguments_without_samples_stay_whole(tmp_path: Path) -> None:
     staged = one_model("return h * more", tmp_path, arguments="torch.randn(8, 4), torch.arange(1.0, 9.0)[:1]")
     assert staged.code == 0, staged.errors
+
+
+TIED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.one, self.two = nn.Embedding(20, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.token.weight
+    def forward(self, x):
+        return self.head(self.two(torch.tanh(self.one(self.token(x)))))
+model = Tied()
+opt = torch.optim.AdamW(model.parameters(), 0.01)
+for _ in range(4):
+    tokens = torch.randint(20, (9, 6))
+    opt.zero_grad()
+    logits = model(tokens)
+    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    opt.step()
+"""
+
+
+def test_the_uses_of_a_tied_parameter_are_added_part_by_part(tmp_path: Path) -> None:
+    script = tmp_path / "tied.py"
+    script.write_text(TIED)
+    staged = in_stages(script, folder=tmp_path, options=("--num-microbatches", "3", "--check", "3"))
+    assert staged.code == 0, staged.errors
+    assert "which joins the outputs of the same parts, after 3 optimizer steps" in staged.errors
