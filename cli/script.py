@@ -28,7 +28,7 @@ from .terminal import Terminal
     "--num-microbatches",
     type=types.COUNT,
     metavar="M",
-    help="Parts of each batch of the script. Only 1 so far: accumulation in the script gives overlap.",
+    help="Parts of the batch of each training call, for overlap. Above 1, not bit-equal to python.",
 )
 @options.option(
     "--timeout",
@@ -49,6 +49,9 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     The script's own arguments follow ``--``. It runs once, in this process: its data, prints, files and metrics are its
     own, and only its model runs in other processes. On a CPU, standard output and weights are those of `python SCRIPT`,
     bit for bit. What cannot be equal is refused, with the line of the script.
+
+    With --num-microbatches, the batch of each training call is cut, and its outputs are joined before the script's
+    loss. The result is that of the script joining the same parts: sums in another order, other dropout masks.
 
     With --check, the script also runs in a second process, up to that optimizer step. So what it writes before that
     step, it writes twice.

@@ -7,6 +7,7 @@ script with nothing replaced but the step of optimizers, which it counts, and en
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.errors import RunError
+from autopipe.script.batches.cutting import call_in_parts
 from autopipe.script.choosing import Choice
 from autopipe.script.codec import same_bytes
 from autopipe.script.controller import Controller
@@ -89,7 +91,7 @@ class Reference:
         code = 1
         try:
             _follow(os.getppid())
-            code = _run(script, words, text, steps, there)
+            code = _run(script, words, text, steps, there, patches.parts)
         finally:
             os._exit(code)
 
@@ -137,9 +139,10 @@ class Reference:
                 f"{lines[0]!r} here, {lines[1]!r} in a process of its own"
             )
         else:
+            cut = ", which joins the outputs of the same parts," if controller.parts is not None else ""
             controller.notes.say(
-                f"checked: {len(weights)} tensors and standard output are those of the script in a process of its own "
-                f"after {self.steps} optimizer steps"
+                f"checked: {len(weights)} tensors and standard output are those of the script in a process of its own"
+                f"{cut} after {self.steps} optimizer steps"
             )
 
     def end(self) -> None:
@@ -176,7 +179,7 @@ def _differing(text: str, expected: str) -> tuple[str, str] | None:
     return None
 
 
-def _run(script: Path, words: list[str], text: bytes, steps: int, end: socket.socket) -> int:
+def _run(script: Path, words: list[str], text: bytes, steps: int, end: socket.socket, parts: int) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -190,16 +193,16 @@ def _run(script: Path, words: list[str], text: bytes, steps: int, end: socket.so
         wire.close(60.0)
         os._exit(0)
 
-    _Counting(steps, enough).install()
+    _Counting(steps, enough, parts).install()
     execute(script, words, text)
     return 0
 
 
 class _Counting:
-    """Counts the steps of the optimizer of the model that stages would train."""
+    """Counts the steps of the optimizer of the model that stages would train. ``parts``: into which it cuts batches."""
 
-    def __init__(self, steps: int, enough: Callable[[nn.Module], None]) -> None:
-        self.steps, self.enough = steps, enough
+    def __init__(self, steps: int, enough: Callable[[nn.Module], None], parts: int = 1) -> None:
+        self.steps, self.enough, self.parts = steps, enough, parts
         self.model: nn.Module | None = None
         self.count = 0
 
@@ -214,6 +217,8 @@ class _Counting:
                     self.model = module
             elif module is self.model and choice.by_hand(module) > self.steps:
                 self.enough(module)
+            if module is self.model and self.parts > 1 and torch.is_grad_enabled():
+                return call_in_parts(functools.partial(call, module), args, kwargs, self.parts)
             return call(module, *args, **kwargs)
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -234,8 +239,6 @@ class _Counting:
         torch.autograd.backward = backward_of
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        import functools
-
         @functools.wraps(step)
         def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = step(optimizer, *args, **kwargs)

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from autopipe.errors import AutopipeError, TraceError, WorkerError
 from autopipe.script import remote
+from autopipe.script.batches.parts import Parts
 from autopipe.script.capture import Program, Recording, autocast_now, plan_of, program_of, record, remapped
 from autopipe.script.codec import UnsendableError, same_bytes
-from autopipe.script.fingerprint import fingerprint, hooks_of
+from autopipe.script.fingerprint import fingerprint, hooks_of, signature_of
 from autopipe.script.gradients import Gradients
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
@@ -32,8 +33,6 @@ MOST_PROGRAMS = 64
 MOST_EVALUATIONS = 16
 """Signatures without gradients among them: text that is generated has another length in every call."""
 
-_PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
-
 
 class Controller:
     """One model in ``count`` stages. It starts its ranks at the first training call."""
@@ -47,6 +46,7 @@ class Controller:
         self.changes = 0  # how often a value on the last rank was changed in place
         self.shared: set[int] = set()  # values that share memory with others
         self.ranks: Ranks | None = None
+        self.parts: Parts | None = None  # unless batches stay whole
         self.steps = 0
         self._key = 0
         self._holders: Counter[int] = Counter()  # by value, the lazy tensors that stand for it
@@ -54,7 +54,6 @@ class Controller:
         self._dropped: list[int] = []
         self._dropped_calls: list[int] = []
         self._consumed: set[int] = set()  # calls whose backward has been queued
-        self._last_program = -1
         self._flags: dict[str, bool] = {}
         self._sent: list[set[str]] = [set() for _ in range(count)]  # tensors that each rank has
         self._sent_modules: list[set[str]] = [set() for _ in range(count)]
@@ -112,8 +111,12 @@ class Controller:
         assert self.ranks is not None
         self.ranks.send(self.last_rank, ["tail", key, kind, target, *sent, context, keys])
         if not keys:
-            self._dropped.append(key)
-            self._holders[key] = 0
+            self.drop([key])
+
+    def drop(self, keys: list[int]) -> None:
+        """Let values of the last rank go, for which no lazy tensor stands, once the commands so far have run."""
+        self._dropped.extend(keys)
+        self._holders.update(dict.fromkeys(keys, 0))
 
     def fetch(self, key: int) -> Any:
         """Return a value of the last rank. All ranks execute what waits."""
@@ -150,16 +153,22 @@ class Controller:
             raise refused("an input of the model needs a gradient")
         if contains_lazy((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: value_of(v) if isinstance(v, Lazy) else v, (args, kwargs))
+        if grad and self.parts is not None:
+            result = self.parts.call(args, kwargs)
+            if result is not NotImplemented:
+                return result
+        sent = self.forward(args, kwargs, grad=grad)
+        return self._here(args, kwargs) if sent is None else self._outputs(*sent, grad=grad)
+
+    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[Program, int, list[int]] | None:
+        """Send a forward: its program, its call, and the numbers of its outputs. None: the call cannot be recorded."""
         flat, form = pytree.tree_flatten((args, kwargs))
         program = self._program(flat, form, args, kwargs, grad=grad)
         if program is None:
-            return self._here(args, kwargs)
-        if self._last_program != program.number:
-            self._last_program = program.number
+            return None
         self._sync_flags()
         self._free()
-        if self.ranks is None:
-            raise AssertionError("the ranks have started")
+        assert self.ranks is not None
         self.weights.push()
         call = self.new_key()
         leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
@@ -175,7 +184,7 @@ class Controller:
         if program.buffers_written:
             self.weights.moved(program.buffers_written)
         self.notes.forward(grad=grad)
-        return self._outputs(program, call, keys, grad=grad)
+        return program, call, keys
 
     def _outputs(self, program: Program, call: int, keys: list[int], *, grad: bool) -> Any:
         values: list[Any] = []
@@ -198,22 +207,8 @@ class Controller:
         self.weights.push()
         return result
 
-    def _signature(self, flat: list[Any], form: Any) -> Hashable | None:
-        entries: list[Hashable] = []
-        for value in flat:
-            if isinstance(value, Tensor):
-                entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
-            elif isinstance(value, _PLAIN):
-                entries.append((type(value).__name__, value))
-            else:
-                return None
-        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
-        return (
-            str(form), tuple(entries), trained, fingerprint(self.model), autocast_now(), torch.is_grad_enabled(),
-        )  # fmt: skip
-
     def _program(self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool) -> Program | None:
-        signature = self._signature(flat, form)
+        signature = signature_of(flat, form, self.model)
         if signature is None:
             self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
             return None
@@ -253,7 +248,7 @@ class Controller:
         if hooked:
             raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
         before = fingerprint(self.model)
-        with plain(self._tensors()):
+        with plain(self.tensors()):
             recording = record(self.model, args, kwargs)
             if fingerprint(self.model) != before:
                 raise TraceError("the forward changes attributes of the model, which would happen only once")
@@ -272,7 +267,8 @@ class Controller:
             self._ship(program)
         return program
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by first name."""
         return self.weights.tensors if self.ranks is not None else named_tensors(self.model)
 
     def _same_constants(self, program: Program) -> bool:

@@ -7,6 +7,7 @@ are compared by identity and version.
 
 from __future__ import annotations
 
+import dis
 import math
 import types
 from collections.abc import Hashable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autopipe.script.capture import autocast_now
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 4
@@ -38,6 +41,23 @@ def fingerprint(model: nn.Module) -> Hashable:
             entries.append(tuple(map(id, registered.values())))
         entries.extend(_globals_of(type(module)))
     return tuple(entries)
+
+
+def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | None:
+    """Return what decides which recording a call needs; None if an argument is neither tensor nor number.
+
+    ``flat``, ``form``: the arguments as pytree gives them.
+    """
+    entries: list[Hashable] = []
+    for value in flat:
+        if isinstance(value, Tensor):
+            entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
+        elif isinstance(value, _PLAIN):
+            entries.append((type(value).__name__, value))
+        else:
+            return None
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    return str(form), tuple(entries), trained, fingerprint(model), autocast_now(), torch.is_grad_enabled()
 
 
 def _of(value: Any, depth: int) -> Hashable:
@@ -84,7 +104,8 @@ def _named_globals(kind: type[nn.Module]) -> list[tuple[tuple[str, ...], dict[st
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Yield the global names that the code reads. ``co_names`` also has those of attributes."""
+    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)

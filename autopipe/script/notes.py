@@ -63,7 +63,8 @@ class Notes:
         count, reads = self._backwards, self._recent
         if not self._reported and count:
             self._reported = True
-            self._report(count, reads, controller.plan)
+            if controller.parts is None:  # else the lines at the start have said it
+                self._report(count, reads, controller.plan)
         self._forwards = self._backwards = 0
         self._recent = Counter()
         self._pending.clear()
@@ -98,6 +99,8 @@ class Notes:
         """Name the stages."""
         parts = " | ".join(stage.name for stage in controller.plan.stages)
         self.say(f"{len(controller.plan.stages)} stages: {parts}")
+        for line in controller.parts.lines() if controller.parts is not None else ():
+            self.say(line)
 
     def end(self) -> None:
         """Say where weights were read most."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.script import lazy, remote
+from autopipe.script.batches.parts import Parts
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
@@ -27,10 +28,13 @@ _CALL = nn.Module.__call__
 
 
 class Patches:
-    """The replaced functions. ``count``: stages. They stay for the rest of the process: it runs one script."""
+    """The replaced functions. They stay for the rest of the process: it runs one script.
 
-    def __init__(self, count: int, *, timeout: float, folder: Path | None, notes: Notes) -> None:
-        self.count, self.timeout, self.folder, self.notes = count, timeout, folder, notes
+    ``count``: stages. ``parts``: of the batch of each training call.
+    """
+
+    def __init__(self, count: int, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1) -> None:
+        self.count, self.timeout, self.folder, self.notes, self.parts = count, timeout, folder, notes, parts
         self.copies, self.choice = Copies(), Choice()
         self.on_step: Callable[[Controller], None] = lambda controller: None
         self.on_call: Callable[[Controller, int], None] = lambda controller, steps: None  # without an optimizer
@@ -66,6 +70,7 @@ class Patches:
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _check_distributed()
         controller = Controller(model, self.count, timeout=self.timeout, folder=self.folder, notes=self.notes)
+        controller.parts = Parts(controller, self.parts) if self.parts > 1 else None
         starting.append(controller)
         result = controller.call(args, kwargs)
         remote.controller = controller

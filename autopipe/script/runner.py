@@ -18,12 +18,21 @@ __all__ = ["INTERRUPTED", "end_by_interrupt", "run_script"]
 
 
 def run_script(
-    script: Path, words: list[str], *, count: int, timeout: float, folder: Path | None, steps: int, quiet: bool = False
+    script: Path,
+    words: list[str],
+    *,
+    count: int,
+    timeout: float,
+    folder: Path | None,
+    steps: int,
+    parts: int = 1,
+    quiet: bool = False,
 ) -> int:
     """Run a script with its arguments in ``count`` stages; return its exit code.
 
     ``timeout``: seconds that a rank may be silent. ``folder``: where the stage files remain. ``steps``: optimizer steps
-    that are compared with the script in a process of its own; 0 for none.
+    that are compared with the script in a process of its own; 0 for none. ``parts``: into which the batch of each
+    training call is cut.
 
     Raises: RunError if the file cannot be read.
     """
@@ -32,7 +41,7 @@ def run_script(
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
     notes = Notes(quiet=quiet)
-    installed = Patches(count, timeout=timeout, folder=folder, notes=notes)
+    installed = Patches(count, timeout=timeout, folder=folder, notes=notes, parts=parts)
     reference = None
     if steps:
         reference = Reference.started(script, words, text, steps, installed)

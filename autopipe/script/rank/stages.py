@@ -183,14 +183,16 @@ class RankStages:
                 if tensor.grad is not None:
                     before[name], tensor.grad = tensor.grad, None
         for call in calls:
-            self._backward(self.flights[call] if retain else self.flights.pop(call), retain)
+            flight = self.flights[call] if retain else self.flights.pop(call)
+            self._backward(flight, retain, several=len(calls) > 1)
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
                 gradient.add_(tensor.grad)
             tensor.grad = gradient
 
-    def _backward(self, flight: _Flight, retain: bool) -> None:
+    def _backward(self, flight: _Flight, retain: bool, *, several: bool) -> None:
+        """``several``: more calls belong to this backward, and autograd adds each use of a tied parameter in turn."""
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
 
@@ -211,7 +213,11 @@ class RankStages:
             tied = self.tensors[name] if self.rank in stages else None
             if tied is not None and tied.requires_grad and self.rank != stages[-1]:
                 after = stages[stages.index(self.rank) + 1]
-                add(tied, self._receive(TIE_GRADIENT, after, Layout(tuple(tied.shape), tied.dtype)))
+                gradient = self._receive(TIE_GRADIENT, after, Layout(tuple(tied.shape), tied.dtype))
+                if several and gradient is not None and self.rank == stages[0]:
+                    tied.grad = gradient if tied.grad is None else tied.grad + gradient
+                else:
+                    add(tied, gradient)
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=retain)
         for crossing in flight.program.receives:

@@ -75,8 +75,8 @@ def test_numbers_that_are_read_between_microbatches_are_named(tmp_path: Path) ->
     assert f"{script}:8 (3 times a step)" in staged.errors
 
 
-def test_parts_of_a_batch_are_refused(tmp_path: Path) -> None:
+def test_parts_of_a_batch_are_refused_for_a_loss_inside_of_the_model(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "language.py", folder=tmp_path, options=("--num-microbatches", "4"))
     assert staged.code == 1
-    assert "cannot be cut yet" in staged.errors
-    assert staged.output == ""
+    assert "[1] of the model is one number, such as a loss inside of its forward" in staged.errors
+    assert "step 0" not in staged.output

@@ -1,0 +1,139 @@
+"""``Parts``: a training call of the model as several forwards, whose outputs are joined on the last rank.
+
+The script's loss runs once, on the joined outputs. Its backward reaches all parts, latest first, as in one process that
+computes ``torch.cat([model(part) for part in parts])``. So all forwards come before all backwards, as in GPipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopipe.script.batches.cutting import Cut, UncutError, cut
+from autopipe.script.batches.samples import ACCUMULATE, batch_norms, check_samples
+from autopipe.script.capture import Program
+from autopipe.script.codec import Value
+from autopipe.script.fingerprint import fingerprint
+from autopipe.script.lazy import Lazy
+from autopipe.script.refusals import refused
+from autopipe.script.remote import plain
+
+if TYPE_CHECKING:
+    from autopipe.script.controller import Controller
+
+Sent = tuple[Program, int, list[int]]  # a forward: its program, its call, the values of its outputs
+
+
+class Parts:
+    """Cuts the training calls of one controller into ``count`` parts."""
+
+    def __init__(self, controller: Controller, count: int) -> None:
+        self.controller, self.count = controller, count
+        self.sizes: tuple[int, ...] = ()  # samples of each part of the first call
+        self._shown: set[Hashable] = set()  # forms of the call in which the model computes each sample on its own
+        self._rows: dict[Hashable, tuple[Any, ...]] = {}  # by form, what each output has for one sample
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Return the outputs for the whole batch as lazy tensors; NotImplemented for a later batch of one sample."""
+        try:
+            parts = cut(args, kwargs, self.count)
+        except UncutError as error:
+            raise refused(f"the batch cannot be divided: {error}", ACCUMULATE) from None
+        if len(parts.sizes) == 1:
+            if not self.sizes:
+                raise refused("the batch cannot be divided: it has one sample", "--num-microbatches 1")
+            return NotImplemented
+        form = self._form(args, kwargs, parts)
+        if form not in self._shown:
+            self._show(args, kwargs, parts, form)
+        self.sizes = self.sizes or parts.sizes
+        sent = [self.controller.forward(own, keywords, grad=True) for own, keywords in parts.parts]
+        complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
+        self._check_rows(complete, parts, form)
+        return self._joined(complete)
+
+    def _form(self, args: Any, kwargs: Any, parts: Cut) -> Hashable:
+        """Return what two calls that differ only in samples have in common."""
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        entries: list[Hashable] = []
+        for value, divided in zip(flat, parts.tensors, strict=True):
+            if isinstance(value, Tensor):
+                entries.append((tuple(value.shape[divided:]), value.dtype))
+            else:
+                entries.append(repr(value))
+        return str(structure), tuple(entries), fingerprint(self.controller.model), self.controller.autocast_now()
+
+    def _show(self, args: Any, kwargs: Any, parts: Cut, form: Hashable) -> None:
+        controller = self.controller
+        if controller.ranks is not None:
+            controller.weights.touch(())
+        with plain(controller.tensors()):
+            if check_samples(controller.model, args, kwargs, parts):
+                self._shown.add(form)
+
+    def _check_rows(self, sent: list[Sent], parts: Cut, form: Hashable) -> None:
+        """Refuse outputs whose shape does not follow from the number of samples."""
+        for (program, _, _), size in zip(sent, parts.sizes, strict=True):
+            rows = tuple(
+                output.constant if output.dtype is None else (output.shape[0] / size, output.shape[1:], output.dtype)
+                for output in program.recording.outputs
+            )
+            if self._rows.setdefault(form, rows) != rows:
+                raise refused(
+                    f"the outputs of the model for {size} samples differ in more than the samples", ACCUMULATE
+                )
+
+    def _joined(self, sent: list[Sent]) -> Any:
+        controller, recording = self.controller, sent[0][0].recording
+        calls = frozenset(call for _, call, _ in sent)
+        columns = iter(list(zip(*(keys for _, _, keys in sent), strict=True)))
+        values: list[Any] = []
+        place = 0
+        for output in recording.outputs:
+            if output.dtype is None:
+                values.append(output.constant)
+                place += 1
+                continue
+            keys = list(next(columns))
+            own = [program.recording.outputs[place] for program, _, _ in sent]
+            with controller.fakes:
+                pieces = [torch.empty_strided(part.shape, part.stride, dtype=part.dtype) for part in own]
+                fake = torch.cat(pieces)
+            key = controller.new_key()
+            arguments = ([Value(part) for part in keys],)
+            controller.tail(controller.new_key(), "call_function", torch.cat, (arguments, {}), [True, [], None], [key])
+            controller.drop(keys)
+            if recording.shared:
+                controller.shared.add(key)
+            values.append(Lazy.make(controller, key, fake, needs=output.grad, calls=calls, name=output.name))
+            place += 1
+        return pytree.tree_unflatten(values, recording.form)
+
+    def lines(self) -> list[str]:
+        """Return what to say at the start: the parts, the speed, and what is not bit-equal."""
+        controller = self.controller
+        count, plan = len(self.sizes), controller.plan
+        forward = [stage.forward_seconds for stage in plan.stages]
+        backward = [stage.backward_seconds for stage in plan.stages]
+        one = sum(forward) + sum(backward)
+        faster = count * one / (one + (count - 1) * (max(forward) + max(backward)))
+        sizes = ", ".join(map(str, self.sizes))
+        lines = [
+            f"each training batch is cut into {count} parts along dimension 0 (of {sizes} samples), all forwards "
+            f"before all backwards: {faster:.2f} times the speed of one process is predicted, by counted operations",
+            "not bit-equal to python: gradients are sums over parts, in another order. The loss is that of the whole "
+            "batch. Evaluation is not cut",
+        ]
+        if any(program is not None and program.draws for program in controller.programs.values()):
+            lines.append(
+                "not equal to python: each part draws its random numbers (dropout) after those of the part before"
+            )
+        norms = batch_norms(controller.model)
+        if norms:
+            others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+            lines.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part")
+        return lines

@@ -1,0 +1,206 @@
+"""Show that a model computes each sample on its own, before its batch is cut: on the script's own batch.
+
+The model runs here, without gradients, on copies of its buffers. Three things must hold:
+
+1. The outputs of the parts, joined, have the shapes of the outputs of the whole batch.
+2. They have its values, within the square root of the precision: so samples are outermost in dimension 0, and nothing
+   is divided by the size of the batch. If the forward draws random numbers, this is compared in evaluation mode.
+3. With the samples of some parts replaced by others, the same draws and the same shapes, the outputs of the other parts
+   keep every bit: no sample reaches another one. Each part is tested against each other part.
+
+Batch norm in training mode mixes samples by its definition. Its layers use their running statistics here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from autopipe.script.batches.cutting import Cut
+from autopipe.script.codec import same_bytes
+from autopipe.script.refusals import refused
+
+ACCUMULATE = "accumulate gradients in the script over smaller batches: they overlap, with the same numbers"
+OUTSIDE = f"compute it from the outputs, outside of the model's forward; or {ACCUMULATE}"
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Return the paths of the layers that would normalize with the statistics of a part."""
+    return [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
+
+
+def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> bool:
+    """Refuse a model whose outputs are not joined from those of its parts.
+
+    Return whether this batch shows it: False if all of its samples give the same outputs.
+
+    Raises: RefusedError with the output's name.
+    """
+    return _Trial(model, args, kwargs, cut).run()
+
+
+class _Trial:
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> None:
+        self.model, self.args, self.kwargs, self.cut = model, args, kwargs, cut
+        self.state = torch.get_rng_state()
+
+    def run(self) -> bool:
+        norms = [self.model.get_submodule(path) for path in batch_norms(self.model)]
+        try:
+            with torch.no_grad(), _evaluating(norms):
+                whole = self._called(self.args, self.kwargs)
+                draws = not torch.equal(torch.get_rng_state(), self.state)
+                parts = self._of_parts()
+                self._same_shapes(whole, parts)
+                if not draws:
+                    _same_values(whole, parts)
+                else:
+                    with _evaluating(list(self.model.modules())):
+                        self._compare_without_draws()
+                return self._independent(whole, parts)
+        finally:
+            torch.set_rng_state(self.state)
+
+    def _compare_without_draws(self) -> None:
+        whole = self._called(self.args, self.kwargs)
+        if not torch.equal(torch.get_rng_state(), self.state):
+            raise refused(
+                "the forward draws random numbers in evaluation mode, too: whole batch and parts cannot be compared",
+                ACCUMULATE,
+            )
+        parts = self._of_parts()
+        self._same_shapes(whole, parts)
+        _same_values(whole, parts)
+
+    def _called(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the outputs by name, with the draws of the whole call."""
+        torch.set_rng_state(self.state)
+        args, kwargs = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        result = functional_call(self.model, buffers, args, kwargs)
+        leaves, _ = pytree.tree_flatten_with_path(result)
+        return {pytree.keystr(path) or "the output": value for path, value in leaves}
+
+    def _of_parts(self) -> list[dict[str, Any]]:
+        try:
+            return [self._called(*part) for part in self.cut.parts]
+        except Exception as error:
+            sizes = ", ".join(map(str, self.cut.sizes))
+            raise refused(
+                f"the model does not run on parts of {sizes} samples, cut along dimension 0 of its inputs: "
+                f"{type(error).__name__}: {error}",
+                ACCUMULATE,
+            ) from error
+
+    def _same_shapes(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        if any(part.keys() != whole.keys() for part in parts):
+            raise refused("the model returns other outputs for a part of its batch", ACCUMULATE)
+        for name, value in whole.items():
+            own = [part[name] for part in parts]
+            if not isinstance(value, Tensor):
+                if any(type(entry) is not type(value) or not entry == value for entry in own):
+                    raise refused(
+                        f"{name} is {value!r} for the batch and {own[0]!r} for its first part: it depends on the "
+                        "number of samples",
+                        ACCUMULATE,
+                    )
+                continue
+            if not value.dim():
+                raise refused(
+                    f"{name} of the model is one number, such as a loss inside of its forward: those of parts of the "
+                    "batch cannot be joined, because a mean over tokens is not the mean of the parts' means",
+                    OUTSIDE,
+                )
+            shapes = [tuple(entry.shape) for entry in own]
+            expected = (sum(shape[0] if shape else 0 for shape in shapes), *shapes[0][1:])
+            if len({shape[1:] for shape in shapes}) > 1 or tuple(value.shape) != expected:
+                raise refused(
+                    f"{name} of the model does not have the samples in dimension 0: its shape is "
+                    f"{tuple(value.shape)} for the batch and {shapes[0]} for {self.cut.sizes[0]} of "
+                    f"{sum(self.cut.sizes)} samples",
+                    ACCUMULATE,
+                )
+
+    def _independent(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
+        """Replace the samples of half of the parts in turn, so that each two parts are once on different sides."""
+        count, changed = len(parts), False
+        rolled = self._rolled()
+        for bit in range((count - 1).bit_length()):
+            for side in (0, 1):
+                chosen = [(i >> bit) & 1 == side for i in range(count)]
+                other = self._called(*self._mixed(rolled, chosen))
+                for name, value in whole.items():
+                    if not isinstance(value, Tensor):
+                        continue
+                    sizes = [len(part[name]) for part in parts]
+                    pairs = zip(torch.split(value, sizes), torch.split(other[name], sizes), chosen, strict=True)
+                    for before, after, replaced in pairs:
+                        same = same_bytes(before.contiguous(), after.contiguous())
+                        if not same and not replaced:
+                            raise refused(
+                                f"{name} of the model depends on other samples of the batch: parts of the batch would "
+                                "give other numbers",
+                                ACCUMULATE,
+                            )
+                        changed |= not same
+        return changed
+
+    def _rolled(self) -> list[Any]:
+        flat = pytree.tree_leaves((self.args, self.kwargs))
+        divided = zip(flat, self.cut.tensors, strict=True)
+        return [value.roll(self.cut.sizes[0], 0) if own else value for value, own in divided]
+
+    def _mixed(self, rolled: list[Any], chosen: list[bool]) -> Any:
+        flat, form = pytree.tree_flatten((self.args, self.kwargs))
+        rows = torch.tensor(chosen).repeat_interleave(torch.tensor(self.cut.sizes))
+        values = []
+        for value, other, own in zip(flat, rolled, self.cut.tensors, strict=True):
+            mask = rows.view(-1, *[1] * (value.dim() - 1)) if own else None
+            values.append(value if mask is None else torch.where(mask, other, value))
+        return pytree.tree_unflatten(values, form)
+
+
+def _same_values(whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    for name, value in whole.items():
+        if not isinstance(value, Tensor):
+            continue
+        own = torch.cat([part[name] for part in parts])
+        if value.is_floating_point() or value.is_complex():
+            finite = value.abs()[value.isfinite()]
+            scale = float(finite.max()) if finite.numel() else 0.0
+            same = torch.allclose(value, own, rtol=0.0, atol=_tolerance(value.dtype) * scale, equal_nan=True)
+        else:
+            same = torch.equal(value, own)
+        if not same:
+            raise refused(
+                f"{name} of the model has other values for the batch than for its parts: the samples are not outermost "
+                "in dimension 0 of its inputs and outputs, or their number is used",
+                ACCUMULATE,
+            )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
+    used = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
+    return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(used).eps))
+
+
+@contextlib.contextmanager
+def _evaluating(layers: list[nn.Module]) -> Iterator[None]:
+    """Set layers, not what is below them, to evaluation mode inside."""
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
