@@ -24,6 +24,7 @@ from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
+from autopipe.script.refusals import refused
 from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
 from autopipe.trace.record.follow import follow
@@ -167,9 +168,38 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     )
 
 
+class Hidden:
+    """Stands for an object with tensors that the call returned, in which they cannot be replaced by lazy ones."""
+
+    def __init__(self, kind: str) -> None:
+        self.__dict__["_kind"] = kind
+
+    def _refuse(self, *args: Any) -> Any:
+        raise refused(
+            f"the {self.__dict__['_kind']} that the model returns has tensors, and no form that torch's pytree knows",
+            "torch.utils._pytree.register_dataclass, or a tuple or dict",
+        )
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __call__ = __eq__ = __reduce_ex__ = _refuse
+    __hash__ = object.__hash__
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (str, bytes, int, float, complex, type, nn.Module)):
+        return False
+    if isinstance(value, dict):
+        return any(_holds_tensors(entry, depth - 1) for entry in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_tensors(entry, depth - 1) for entry in value)
+    own = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return any(_holds_tensors(entry, depth - 1) for entry in (*own, *getattr(value, "__dict__", {}).values()))
+
+
 def _output(value: Any) -> Output:
     if not isinstance(value, Tensor):
-        return Output(value)
+        return Output(Hidden(type(value).__qualname__) if _holds_tensors(value) else value)
     name = value.grad_fn.name() if value.grad_fn is not None else ""
     return Output(None, tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, name)
 
@@ -314,8 +344,22 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
         for node in recording.capture.module.graph.nodes
         if node.name in stage_of and node.meta.get("random", (0, 0))[1]
     )
+    for draw in draws:
+        if _draws_by_values(draw.node, recording):
+            raise TraceError(f"{draw.node.name} draws as many random numbers as its values demand")
     written = frozenset(buffer for node in graph.nodes for buffer in node.buffers_written)
     return Program(number, recording, plan, name, draws, written)
+
+
+# how many numbers these consume depends on their input: the script's generator could not follow
+_BY_VALUES = {"poisson", "binomial", "rrelu", "rrelu_", "_standard_gamma", "standard_gamma", "_sample_dirichlet"}
+
+
+def _draws_by_values(node: fx.Node, recording: Recording) -> bool:
+    if node.op == "call_module":
+        return isinstance(recording.capture.module.get_submodule(str(node.target)), nn.RReLU)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).removesuffix(".default") in _BY_VALUES
 
 
 def remapped(first: Recording, plan: Plan, recording: Recording) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from autopipe.script.capture import Program, Recording, autocast_now, plan_of, p
 from autopipe.script.codec import UnsendableError, same_bytes
 from autopipe.script.fingerprint import fingerprint, hooks_of, signature_of
 from autopipe.script.gradients import Gradients
-from autopipe.script.lazy import Lazy, contains_lazy, value_of
+from autopipe.script.lazy import Holders, Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
 from autopipe.script.randomness import states_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.remote import plain
+from autopipe.script.settings import Regions, settings_now
 from autopipe.script.weights import Weights, named_tensors
 
 MOST_PROGRAMS = 64
@@ -49,12 +49,11 @@ class Controller:
         self.parts: Parts | None = None  # unless batches stay whole
         self.steps = 0
         self._key = 0
-        self._holders: Counter[int] = Counter()  # by value, the lazy tensors that stand for it
-        self._call_holders: Counter[int] = Counter()
-        self._dropped: list[int] = []
-        self._dropped_calls: list[int] = []
+        self.holders = Holders()
         self._consumed: set[int] = set()  # calls whose backward has been queued
         self._flags: dict[str, bool] = {}
+        self._settings: dict[str, Any] = {}
+        self.regions = Regions()
         self._sent: list[set[str]] = [set() for _ in range(count)]  # tensors that each rank has
         self._sent_modules: list[set[str]] = [set() for _ in range(count)]
         self._owned: dict[str, int] = {}
@@ -79,44 +78,29 @@ class Controller:
         self._key += 1
         return self._key
 
-    def note_holder(self, key: int, calls: frozenset[int]) -> None:
-        """Note that a lazy tensor stands for a value."""
-        self._holders[key] += 1
-        self._call_holders.update(calls)
-
-    def dropped(self, key: int, calls: frozenset[int]) -> None:
-        """Note that the script has dropped a lazy tensor. The garbage collector calls it: it only takes notes."""
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            self._dropped.append(key)
-        for call in calls:
-            self._call_holders[call] -= 1
-            if not self._call_holders[call]:
-                self._dropped_calls.append(call)
-
     def _free(self) -> None:
-        if not self._dropped and not self._dropped_calls:
-            return
-        keys, self._dropped = self._dropped, []
-        calls, self._dropped_calls = self._dropped_calls, []
+        keys, calls = self.holders.take()
         calls = [call for call in calls if call not in self._consumed]
-        for key in keys:
-            del self._holders[key]
-        self.send(["free", keys, calls])
+        if keys or calls:
+            self.send(["free", keys, calls])
+
+    def settle(self) -> None:
+        """Send the switches of torch if the script has changed one since the last command."""
+        now = settings_now()
+        if now != self._settings:
+            if self._settings:
+                self.send(["settings", now])
+            self._settings = now
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     def tail(self, key: int, kind: str, target: Any, sent: Any, context: list[Any], keys: list[int]) -> None:
         """Run a call of the script on the last rank."""
         assert self.ranks is not None
+        self.settle()
         self.ranks.send(self.last_rank, ["tail", key, kind, target, *sent, context, keys])
         if not keys:
-            self.drop([key])
-
-    def drop(self, keys: list[int]) -> None:
-        """Let values of the last rank go, for which no lazy tensor stands, once the commands so far have run."""
-        self._dropped.extend(keys)
-        self._holders.update(dict.fromkeys(keys, 0))
+            self.holders.drop([key])
 
     def fetch(self, key: int) -> Any:
         """Return a value of the last rank. All ranks execute what waits."""
@@ -168,9 +152,12 @@ class Controller:
             return None
         self._sync_flags()
         self._free()
+        self.settle()
         assert self.ranks is not None
         self.weights.push()
         call = self.new_key()
+        if grad and any(cache for _, _, cache in autocast_now()):
+            self.regions.note(call)
         leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
         with plain(self.weights.tensors):
             states = states_of(program.draws, self.count, self.model)
@@ -294,9 +281,13 @@ class Controller:
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
         self.ranks = Ranks(self.count, self.timeout, self.folder)
-        self.weights = Weights(tensors, self.ask, lambda changed: self.send(["write", changed]))
+        self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send)
         self._inputs: dict[int, list[tuple[str, ...]]] = {}
+
+    def _write(self, changed: dict[str, Tensor]) -> None:
+        self.regions.changed()
+        self.send(["write", changed])
 
     plan: Any = None
 
@@ -362,6 +353,9 @@ class Controller:
         again = [call for call in calls if call in self._consumed]
         if again:
             raise refused("a second backward through one call of the model, without retain_graph=True before")
+        self.regions.backward(calls, retain=retain)
+        self.settle()
+        self.weights.push(backward=True)
         self.gradients.push()
         if not retain:
             self._consumed.update(calls)
@@ -371,6 +365,7 @@ class Controller:
 
     def before_step(self) -> None:
         """Send what the script has changed since, before a step."""
+        self.settle()
         self.weights.push()
         self.gradients.push()
         self._free()
@@ -378,6 +373,7 @@ class Controller:
     def after_step(self) -> None:
         """Note that the weights on the ranks are newer."""
         self.steps += 1
+        self.regions.changed()
         self.weights.moved()
         self.notes.step(self)
 

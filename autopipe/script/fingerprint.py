@@ -57,7 +57,15 @@ def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | Non
         else:
             return None
     trained = tuple(parameter.requires_grad for parameter in model.parameters())
-    return str(form), tuple(entries), trained, fingerprint(model), autocast_now(), torch.is_grad_enabled()
+    return (
+        str(form),
+        tuple(entries),
+        trained,
+        fingerprint(model),
+        autocast_now(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+    )
 
 
 def _of(value: Any, depth: int) -> Hashable:
@@ -113,6 +121,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def hooks_of(model: nn.Module) -> str:
     """Return the path of a module with hooks that are not torch's own, "" without one."""
+    everywhere: Any = nn.modules.module
+    if any(getattr(everywhere, f"_global{kind}") for kind in _HOOKS):
+        return "torch.nn.modules.module"
     for path, module in model.named_modules():
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():

@@ -7,6 +7,7 @@ comparison in an ``if``) waits for the number.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,46 @@ _READS = {
     "__array__", "__contains__", "__reduce_ex__", "__deepcopy__", "equal", "allclose", "is_nonzero", "data_ptr",
     "untyped_storage", "storage", "__dlpack__", "__dlpack_device__", "tensor_split_sizes",
 }  # fmt: skip
+_LIKE = {"type_as", "view_as", "expand_as", "reshape_as"}  # of the second tensor they read only its form
 _REFUSED = {"register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "set_", "resize_"}
+
+
+class Holders:
+    """How many lazy tensors stand for each value of the last rank, and reach each call."""
+
+    def __init__(self) -> None:
+        self._values: Counter[int] = Counter()
+        self._calls: Counter[int] = Counter()
+        self._dropped: list[int] = []
+        self._dropped_calls: list[int] = []
+
+    def add(self, key: int, calls: frozenset[int]) -> None:
+        """Note that a lazy tensor stands for a value."""
+        self._values[key] += 1
+        self._calls.update(calls)
+
+    def remove(self, key: int, calls: frozenset[int]) -> None:
+        """Note that the script has dropped a lazy tensor. The garbage collector calls it: it only takes notes."""
+        self._values[key] -= 1
+        if not self._values[key]:
+            self._dropped.append(key)
+        for call in calls:
+            self._calls[call] -= 1
+            if not self._calls[call]:
+                self._dropped_calls.append(call)
+
+    def drop(self, keys: list[int]) -> None:
+        """Let values go for which no lazy tensor stands, once the commands so far have run."""
+        self._dropped.extend(keys)
+        self._values.update(dict.fromkeys(keys, 0))
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the values and calls that have been dropped since."""
+        keys, self._dropped = self._dropped, []
+        calls, self._dropped_calls = self._dropped_calls, []
+        for key in keys:
+            del self._values[key]
+        return keys, calls
 
 
 class Lazy(Tensor):
@@ -48,8 +88,8 @@ class Lazy(Tensor):
         lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)
         lazy.lz_controller, lazy.lz_key, lazy.lz_fake = controller, key, fake
         lazy.lz_needs, lazy.lz_calls, lazy.lz_name, lazy.lz_read = needs, calls if needs else frozenset(), name, None
-        controller.note_holder(key, lazy.lz_calls)
-        weakref.finalize(lazy, controller.dropped, key, lazy.lz_calls).atexit = False
+        controller.holders.add(key, lazy.lz_calls)
+        weakref.finalize(lazy, controller.holders.remove, key, lazy.lz_calls).atexit = False
         return lazy
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # the stub has no self
@@ -92,6 +132,9 @@ class Lazy(Tensor):
         if name in _READS:
             real, more = pytree.tree_map(lambda v: _readable(v) if isinstance(v, Lazy) else v, (args, kwargs))
             return func(*real, **more)
+        if name in _LIKE and first is not None and not isinstance(first, Lazy):  # the result may share its memory
+            given = (torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Lazy) else v for v in args)
+            return func(*given, **kwargs)
         return _recorded(func, name, args, kwargs, writes=writes)
 
 
@@ -284,14 +327,14 @@ def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 
 # these consume as many numbers for zeros as for any values
 _MASKS = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     "native_dropout", "scaled_dot_product_attention", "multi_head_attention_forward",
 }  # fmt: skip
 _DRAWS = {
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_",
     "cauchy_", "log_normal_", "rand_like", "randn_like", "randint_like", "poisson", "gumbel_softmax", "dropout_",
     "alpha_dropout_", "feature_dropout_", "rrelu_", "fractional_max_pool2d", "fractional_max_pool3d", "binomial",
-    "normal_like", "standard_gamma", "_standard_gamma", "_sample_dirichlet",
+    "rrelu", "normal_like", "standard_gamma", "_standard_gamma", "_sample_dirichlet",
 }  # fmt: skip
 
 

@@ -50,8 +50,10 @@ class Patches:
     # --- the call of a model ------------------------------------------------------------------------------------------
 
     def _modules(self) -> None:
+        tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # the stubs leave it out
+
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if busy():
+            if busy() or tracing():
                 return _CALL(module, *args, **kwargs)
             controller = remote.controller
             if controller is None:
@@ -204,6 +206,14 @@ class Patches:
             return compile_(model, **kwargs)
 
         torch.compile = compiled
+        clear = torch.clear_autocast_cache
+
+        def cleared() -> None:
+            clear()
+            if remote.controller is not None:
+                remote.controller.regions.end()
+
+        torch.clear_autocast_cache = cleared
         parallel: Any = nn.parallel.DistributedDataParallel
 
         def distributed(*args: Any, **kwargs: Any) -> None:

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopipe.errors import WorkerError
+from autopipe.script.refusals import refused
+from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire
 
 START_SECONDS = 300.0
@@ -45,13 +45,7 @@ class Ranks:
         """Start the ranks, and wait until they are connected. Raises: WorkerError."""
         for rank in range(self.count):
             self._start(rank)
-        settings = {
-            "path": list(sys.path),
-            "threads": torch.get_num_threads(),
-            "dtype": torch.get_default_dtype(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "precision": torch.get_float32_matmul_precision(),
-        }
+        settings = {"path": list(sys.path), **settings_now()}
         for rank in range(self.count):
             self.send(rank, settings)
         for rank in range(self.count):
@@ -108,7 +102,9 @@ class Ranks:
         )
 
     def send(self, rank: int, command: Any) -> None:
-        """Send a command without waiting. Raises: WorkerError, UnsendableError."""
+        """Send a command without waiting. Raises: WorkerError, UnsendableError, RefusedError."""
+        if os.getpid() != self.owner:
+            raise refused("the model, or an output of it, is used in a process that the script has forked")
         try:
             self.wires[rank].send(command)
         except GoneError:

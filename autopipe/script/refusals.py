@@ -43,4 +43,9 @@ def place() -> str:
 
 def from_a_library() -> bool:
     """Return whether the innermost call outside of autopipe and torch is in an installed package."""
-    return place().startswith(_LIBRARIES)
+    return in_a_library(place())
+
+
+def in_a_library(file: str) -> bool:
+    """Return whether a file is of autopipe, torch, Python or an installed package, or not a file."""
+    return not file or file.startswith((_PACKAGE, _TORCH, *_LIBRARIES, "<"))

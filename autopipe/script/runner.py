@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 from autopipe.errors import AutopipeError, RunError
@@ -49,6 +50,9 @@ def run_script(
     if reference is not None:
         reference.watch(installed)
     code = execute(script, words, text)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()  # as python does before it ends
     failed = code != 0
     try:
         if not failed and refusals.raised:

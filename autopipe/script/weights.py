@@ -40,7 +40,9 @@ class Weights:
         self.stale = False  # whether the ranks have newer values
         self.copies: dict[str, Tensor] = {}  # of what the script may have changed
         self.gathers = 0
-        self._shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+        self._shapes = {
+            name: (tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in self.tensors.items()
+        }
         self.touch(name for name in self.tensors if self.aliased(name))
 
     def aliased(self, name: str) -> bool:
@@ -68,17 +70,23 @@ class Weights:
                 if name in self.copies:
                     self.copies[name].copy_(value)
 
-    def push(self) -> None:
+    def push(self, *, backward: bool = False) -> None:
         """Send what the script has changed. Call it before a command that depends on the weights.
 
-        Raises: RefusedError if a tensor has another shape or dtype now.
+        ``backward``: the command is one, of a forward with the values before the change.
+
+        Raises: RefusedError if a parameter was changed before a backward, or a tensor has another shape, stride or
+        dtype now.
         """
         changed: dict[str, Tensor] = {}
         for name, copy in list(self.copies.items()):
             now = self._plain(name)
-            if (tuple(now.shape), now.dtype) != self._shapes[name]:
-                raise refused(f"{name} was {self._shapes[name]} and is now {(tuple(now.shape), now.dtype)}")
+            form = (tuple(now.shape), now.stride(), now.dtype)
+            if form != self._shapes[name]:
+                raise refused(f"{name} had shape, strides and type {self._shapes[name]} and has now {form}")
             if not same_bytes(now, copy):
+                if backward and isinstance(self.tensors[name], nn.Parameter):
+                    raise refused(f"{name} was changed between a forward and its backward")
                 changed[name] = now
                 copy.copy_(now)
         if changed:

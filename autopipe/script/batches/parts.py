@@ -106,7 +106,7 @@ class Parts:
             key = controller.new_key()
             arguments = ([Value(part) for part in keys],)
             controller.tail(controller.new_key(), "call_function", torch.cat, (arguments, {}), [True, [], None], [key])
-            controller.drop(keys)
+            controller.holders.drop(keys)
             if recording.shared:
                 controller.shared.add(key)
             values.append(Lazy.make(controller, key, fake, needs=output.grad, calls=calls, name=output.name))

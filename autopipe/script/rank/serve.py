@@ -26,6 +26,7 @@ from autopipe.runtime.transport.base import TransportClosed
 from autopipe.script.codec import Value
 from autopipe.script.rank.optimizers import RankOptimizers
 from autopipe.script.rank.stages import RankStages
+from autopipe.script.settings import set_all
 from autopipe.script.wire import GoneError, Wire
 
 _FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
@@ -62,6 +63,10 @@ class Rank:
 
     def wall(self) -> None:
         """Do nothing: ``serve`` has executed what waited."""
+
+    def settings(self, values: dict[str, Any]) -> None:
+        """Take over switches of torch that the script has changed."""
+        set_all(values)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -212,10 +217,7 @@ def main(words: list[str]) -> None:
     try:
         settings = wire.receive()
         sys.path[:] = settings["path"]
-        torch.set_num_threads(settings["threads"])
-        torch.set_default_dtype(settings["dtype"])
-        torch.use_deterministic_algorithms(settings["deterministic"])
-        torch.set_float32_matmul_precision(settings["precision"])
+        set_all(settings)
         served = Rank(wire, rank, count, place, seconds)
         wire.send(["ready"])
         served.serve()

@@ -187,6 +187,21 @@ def noise_with_gradient():
     torch.bernoulli(model(data).sigmoid()).sum().backward()
 
 
+def slopes_with_gradient():
+    F.rrelu(model(data), training=True).sum().backward()
+
+
+def changed_before_backward():
+    loss = loss_of()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    try:
+        loss.backward()
+    finally:
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+
+
 def grad_of_another_type():
     model[4].bias.grad = torch.zeros(4, dtype=torch.float64)
 

@@ -76,6 +76,13 @@ def grad_accumulated_kept():
     run.opt.step()
 
 
+def denormals_flushed():
+    torch.set_flush_denormal(True)
+    for _ in range(3):
+        step(between=lambda: torch._foreach_mul_([p.grad for p in model.parameters()], 1e-36))
+    torch.set_flush_denormal(False)
+
+
 def grad_foreach():
     step(between=lambda: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5))
 
