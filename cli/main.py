@@ -17,6 +17,7 @@ from autopipe.errors import unknown_choice
 
 from . import config, options
 from .failures import guarded
+from .streams import open_streams
 from .terminal import Terminal
 
 # command -> (module, its one-line help): `autopipe --help` imports none of them
@@ -121,20 +122,6 @@ def main() -> None:
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     leave(0)
-
-
-def open_streams() -> None:
-    """Open /dev/null for each of standard input, output and error that the caller has closed.
-
-    Otherwise the next file or socket would get that descriptor, and printed text would be written into it.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 def leave(code: int) -> NoReturn:

@@ -81,8 +81,10 @@ def test_a_full_disk_for_standard_output_is_reported(folder: Path) -> None:
     assert "--work-dir" not in done.stderr
 
 
-def test_a_full_disk_for_standard_error_does_not_end_a_run(folder: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_for_standard_error_does_not_end_a_run(folder: Path, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = call(folder, *training(steps=2, run="full"), "--no-check", stdout=subprocess.PIPE, stderr=full)
+        words = (*training(steps=2, run=f"full{unbuffered}"), "--no-check")
+        done = call(folder, *words, env={"PYTHONUNBUFFERED": unbuffered}, stdout=subprocess.PIPE, stderr=full)
     assert done.returncode == 0
     assert "2 steps in" in done.stdout
