@@ -14,7 +14,7 @@ from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
 from autopipe.sweep.processes import SweepProcess
 from autopipe.sweep.scheduling.leases import Waiting
-from autopipe.sweep.state import Folder, JobRecord, Metrics
+from autopipe.sweep.state import Folder, JobRecord, Metrics, finite
 from autopipe.sweep.structures import Structure, structures_of
 
 # what a job without a known length counts as: longer than any other, so that it begins first
@@ -103,7 +103,7 @@ class Entry:
             record.steps, record.step = self.length or fields["steps"], fields["start_step"]
             self.first_step = record.step
         elif kind == "step":
-            record.step, record.loss = fields["step"] + 1, fields["loss"]
+            record.step, record.loss = fields["step"] + 1, finite(fields["loss"])
             record.samples_per_second = fields["samples_per_second"]
             done = record.step - self.first_step
             if done >= _ENOUGH_STEPS:

@@ -22,6 +22,7 @@ class SweepProcess:
 
     def __init__(self, function: Function, task: Any, doing: str) -> None:
         """Start it. ``task``: a dataclass; ``doing``: for the error if it ends early."""
+        start_server()  # unless it runs
         with _without_main():
             self._process: ApartProcess = forked_or_new()
         self._process.send(request(function, artifact.encode(task), threads=1))
@@ -91,7 +92,7 @@ def wait_for(processes: Sequence[SweepProcess], seconds: float) -> None:
 
 
 def start_server() -> None:
-    """Start the server that the processes are forked from, unless the command has forked it already."""
+    """Start the server that the processes are forked from, unless it runs: the command may have forked it."""
     with _without_main():
         preload()
 

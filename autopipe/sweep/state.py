@@ -182,8 +182,9 @@ def read_metrics(path: Path, *, before: int | None = None) -> Metrics:
         return Metrics(evaluation=evaluation)
     last = [losses[step] for step in sorted(losses)[-MEAN_STEPS:]]
     mean = sum(last) / len(last)
-    return Metrics(max(losses) + 1, _finite(last[-1]), _finite(mean), evaluation)
+    return Metrics(max(losses) + 1, finite(last[-1]), finite(mean), evaluation)
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number, None for NaN and infinities, which JSON cannot represent."""
     return value if math.isfinite(value) else None
