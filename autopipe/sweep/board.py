@@ -33,7 +33,7 @@ class Entry:
     halving: Halving | None
     folder: Folder
     process: SweepProcess | None = None
-    devices: tuple[int, ...] = ()  # on which it runs, or ran last
+    devices: tuple[int, ...] = ()  # on which it runs
     began: float = 0.0  # when its lease began, in monotonic time
     trains: bool = False  # its ranks have started
     stopping: bool = False  # it was requested to stop
@@ -41,11 +41,6 @@ class Entry:
     saved: int = 0  # the step of its last checkpoint at the last of them
     measured: float | None = None  # seconds of a step
     first_step: int = 0  # of the lease
-
-    @property
-    def on(self) -> str:
-        """Its devices as text."""
-        return in_ranges(self.devices)
 
     @property
     def target(self) -> int | None:
@@ -57,7 +52,7 @@ class Entry:
 
     @property
     def step_seconds(self) -> float:
-        """The measured, else the predicted seconds of a step."""
+        """The measured seconds of a step, else those of a job with the same structure, else the predicted ones."""
         return self.structure.step_seconds if self.measured is None else self.measured
 
     @property
@@ -86,7 +81,7 @@ class Entry:
         self.process, self.devices, self.began = process, on, time.monotonic()
         self.trains = self.stopping = False
         self.first_step = self.record.step
-        self.record.status = state.RUNNING
+        self.record.status, self.record.devices = state.RUNNING, in_ranges(on)
         self.record.leases += 1
 
     def stop(self) -> None:
@@ -107,11 +102,11 @@ class Entry:
             record.samples_per_second = fields["samples_per_second"]
             done = record.step - self.first_step
             if done >= _ENOUGH_STEPS:
-                self.measured = fields["seconds"] / done
+                self.measured = self.structure.step_seconds = fields["seconds"] / done
 
     def end(self, metrics: Metrics, metric: str) -> None:
         """End the lease: release the devices, and read the figures of the run."""
-        self.process = None
+        self.process, self.devices = None, ()
         record = self.record
         record.seconds += time.monotonic() - self.began
         record.step = metrics.step or record.step
@@ -134,7 +129,7 @@ class Entry:
             samples_per_second=record.samples_per_second,
             seconds=record.seconds + (time.monotonic() - self.began if self.process is not None else 0.0),
             leases=record.leases,
-            devices=self.on,
+            devices=record.devices,
             seconds_left=None if record.status in state.ENDED else self.seconds_to_end(),
             run_dir=str(self.folder.run(self.job)) if record.leases else "",
             error=record.error,

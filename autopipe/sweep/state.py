@@ -44,6 +44,7 @@ class JobRecord:
     samples_per_second: float | None = None  # of its last lease
     seconds: float = 0.0  # on devices, with the start of each lease
     leases: int = 0
+    devices: str = ""  # on which it runs, or ran last
     error: str = ""
 
 

@@ -294,7 +294,7 @@ class Supervisor:
                     self._happen(entry, "stopped")
 
     def _happen(self, entry: Entry, what: str) -> None:
-        event = SweepEvent(self.seconds, entry.job.name, what, entry.on, entry.record.step)
+        event = SweepEvent(self.seconds, entry.job.name, what, entry.record.devices, entry.record.step)
         self.happened.append(event)
         fields = {name: getattr(event, name) for name in event.__slots__}
         self.events("job", {**fields, "error": entry.record.error, "metric": entry.record.metric})
