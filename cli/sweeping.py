@@ -55,7 +55,7 @@ def sweep_command(
         wanted = None if devices is None else parse_devices(devices)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--devices") from None
-    launching.fork_early(terminal)
+    launching.fork_early(terminal, also="autopipe.sweep.child")
     from autopipe.report import sweeps
 
     directory = f" --sweep-dir {shlex.quote(str(sweep_dir))}" if sweep_dir is not None else ""

@@ -16,6 +16,9 @@ from autopipe.commands.apart.process import ApartProcess, ended_early, forked_or
 from autopipe.ir import artifact
 from autopipe.launch.rank.forked import preload
 
+IN_SERVER = "autopipe.sweep.child"
+"""What the processes run: the server that they are forked from imports it once, which takes a second."""
+
 
 class SweepProcess:
     """A process that prepares or trains."""
@@ -94,7 +97,7 @@ def wait_for(processes: Sequence[SweepProcess], seconds: float) -> None:
 def start_server() -> None:
     """Start the server that the processes are forked from, unless it runs: the command may have forked it."""
     with _without_main():
-        preload()
+        preload((IN_SERVER,))
 
 
 @contextlib.contextmanager
