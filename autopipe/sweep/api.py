@@ -65,12 +65,15 @@ def timetable(
     """Prepare the jobs of a sweep file, and predict its course without training. The arguments are those of ``sweep``.
 
     A sweep in the same folder reuses the profiles and plans.
+
+    Raises: KeyboardInterrupt if a signal requested a stop before that; the errors of ``sweep``.
     """
     from autopipe.sweep.timetable import predict
 
     with _begun(path, devices, resume, sweep_dir, on_event, None) as supervisor:
         supervisor.only_prepare = True
-        supervisor.run()
+        if not supervisor.run():
+            raise KeyboardInterrupt
     return predict(supervisor)
 
 

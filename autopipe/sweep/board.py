@@ -58,7 +58,8 @@ class Entry:
     @property
     def length(self) -> int:
         """The steps of the complete job; 0: not known."""
-        steps: int = self.job.options.get("steps") or self.record.steps or self.structure.epoch_steps
+        options = self.job.options
+        steps: int = options.get("steps") or self.record.steps or options.get("epochs", 1) * self.structure.epoch_steps
         return steps
 
     def seconds_to(self, step: int) -> float:

@@ -89,12 +89,10 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
     with only_one(settings.plan.work_dir, "prepares the jobs of a sweep"):
         settings, prepared = _prepared(settings, progress)
         errors = [_checked(settings, check, wanted, prepared) for check in wanted.checks]
-    batches = prepared.workload.batches
-    steps = settings.steps or (settings.epochs or 1) * batches.epoch_length
     return {
         "step_seconds": prepared.plan.predicted.step_seconds,
         "batch_size": prepared.plan.batch_size,
-        "epoch_steps": steps if settings.steps is None else 0,
+        "epoch_steps": prepared.workload.batches.epoch_length,
         "schedule": prepared.plan.schedule,
         "spilled": settings.plan.schedule == "spilled",
         "kind": prepared.profile.device.kind,

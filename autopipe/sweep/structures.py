@@ -30,7 +30,7 @@ class Structure:
     prepared: bool = False
     deaths: int = 0  # of the process that prepared it
     step_seconds: float = 0.0  # predicted, then as the last of its jobs measured it
-    epoch_steps: int = 0  # of a job without ``steps``; 0: not known
+    epoch_steps: int = 0  # of one epoch; 0: not known
     spilled: bool = False  # stages take turns on the device, because the model does not fit it
 
     @property

@@ -68,8 +68,11 @@ class Supervisor:
         self._saved = self._shown = 0.0
         self._changed = True
 
-    def run(self) -> None:
-        """Run until all jobs have ended, or have stopped. No process is left, however this returns."""
+    def run(self) -> bool:
+        """Run until all jobs have ended, or have stopped. No process is left, however this returns.
+
+        Returns: whether it was not stopped.
+        """
         try:
             while True:
                 stopping = bool(self._stop())
@@ -83,7 +86,7 @@ class Supervisor:
                 self._publish()
                 if not self._processes():
                     if stopping or self._is_complete():
-                        return
+                        return not stopping
                     raise InternalError("no job of the sweep can run, and not all have ended")
                 wait_for(self._processes(), POLL_SECONDS)
                 self._take()
