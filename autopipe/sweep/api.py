@@ -131,6 +131,3 @@ def _order(row: SweepRow) -> tuple[int, float, int]:
 
 def _ignore_event(kind: str, fields: Any) -> None:
     """Ignore an event."""
-
-
-__all__ = ["sweep", "timetable"]

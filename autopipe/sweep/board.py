@@ -36,6 +36,7 @@ class Entry:
     devices: tuple[int, ...] = ()  # on which it runs
     began: float = 0.0  # when its lease began, in monotonic time
     trains: bool = False  # its ranks have started
+    trained: float = 0.0  # since when, in monotonic time
     stopping: bool = False  # it was requested to stop
     deaths: int = 0  # of its process, without progress between them
     saved: int = 0  # the step of its last checkpoint at the last of them
@@ -75,7 +76,8 @@ class Entry:
         remaining = self.seconds_to(self.target or self.length) if self.length else UNKNOWN_SECONDS
         if self.process is None:
             return Waiting(self.job.number, remaining, self.job.devices)
-        return Waiting(self.job.number, remaining, self.job.devices, self.devices, now - self.began)
+        ran = now - self.trained if self.trains else 0.0  # a lease is time of training, not of its start
+        return Waiting(self.job.number, remaining, self.job.devices, self.devices, ran)
 
     def begin(self, process: SweepProcess, on: tuple[int, ...]) -> None:
         """Begin a lease."""
@@ -95,7 +97,7 @@ class Entry:
         """Take an event of its run."""
         record = self.record
         if kind == "start":
-            self.trains = True
+            self.trains, self.trained = True, time.monotonic()
             record.steps, record.step = self.length or fields["steps"], fields["start_step"]
             self.first_step = record.step
         elif kind == "step":

@@ -30,6 +30,7 @@ from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
+from autopipe.sweep.devices import as_visible
 from autopipe.sweep.file import OPTIONS
 
 # seconds between two messages about steps: the supervisor shows them, and the run has them all in its metrics
@@ -171,8 +172,7 @@ def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False
 def _begin(devices: tuple[int, ...], log: Path) -> None:
     """Prepare this process: the server of its ranks, its GPUs, and the file for its output."""
     if devices:
-        visible = [index for index in os.environ.get(VISIBLE, "").split(",") if index]
-        os.environ[VISIBLE] = ",".join(visible[index] if visible else str(index) for index in devices)
+        os.environ[VISIBLE] = as_visible(devices, os.environ.get(VISIBLE, ""))
     redirect_output(log)
     fork_early()
 

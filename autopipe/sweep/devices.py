@@ -47,6 +47,15 @@ def find_devices(wanted: int | tuple[int, ...] | None, jobs: Sequence[SweepJob],
     return Devices(indices, bool(gpus))
 
 
+def as_visible(chosen: Sequence[int], before: str) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that shows only some GPUs. ``before``: its value, "" for all GPUs.
+
+    The indices count the GPUs that were visible, which the variable may name by their UUIDs.
+    """
+    visible = [name.strip() for name in before.split(",") if name.strip()]
+    return ",".join(visible[index] if visible else str(index) for index in chosen)
+
+
 def _indices(wanted: int | tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(wanted)) if isinstance(wanted, int) else wanted
 

@@ -48,6 +48,3 @@ def label(settings: Mapping[str, Any]) -> str:
 def folder_of(number: int, text: str) -> str:
     """Return the name of a job's folder: its number, and its text without characters that folders cannot have."""
     return f"{number:04d}-{_UNSAFE.sub('_', text)[:_LONGEST_FOLDER]}"
-
-
-__all__ = ["ARGUMENT", "combinations", "flat", "folder_of", "label", "nested"]

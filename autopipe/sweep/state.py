@@ -162,8 +162,8 @@ class Metrics:
     evaluation: float | None = None
 
 
-def read_metrics(path: Path, *, before: int | None = None) -> Metrics:
-    """Return the last figures of a run. ``before``: only those of steps below this."""
+def read_metrics(path: Path) -> Metrics:
+    """Return the last figures of a run."""
     losses: dict[int, float] = {}
     evaluation: float | None = None
     try:
@@ -175,9 +175,9 @@ def read_metrics(path: Path, *, before: int | None = None) -> Metrics:
             fields = json.loads(line)
         except ValueError:  # the run was killed while it wrote the line
             continue
-        if "loss" in fields and (before is None or fields["step"] < before):
+        if "loss" in fields:
             losses[fields["step"]] = math.nan if fields["loss"] is None else fields["loss"]
-        elif "evaluation_loss" in fields and (before is None or fields["step"] <= before):
+        elif "evaluation_loss" in fields:
             evaluation = fields["evaluation_loss"]
     if not losses:
         return Metrics(evaluation=evaluation)

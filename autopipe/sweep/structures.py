@@ -67,6 +67,3 @@ def structures_of(jobs: Iterable[SweepJob]) -> list[Structure]:
 def as_text(job: SweepJob, **more: Any) -> str:
     """Return the options of a job as JSON, for a process."""
     return json.dumps(nested(job.options) | more)
-
-
-__all__ = ["Structure", "as_text", "structures_of"]

@@ -206,9 +206,11 @@ def written(outcomes: Sequence[Outcome], seconds: float) -> str:
         "`make chaos-sweep` writes this. One fault again: `FAULTS=1 SEED=n`.",
         "",
     ]
-    lines += [f"Four jobs of {STEPS} steps on two devices in leases of {LEASE} s; {os.cpu_count()} cores, "]
-    lines[-1] += f"{seconds / 60:.0f} minutes. After each fault every job must be done, with the weights of"
-    lines += ["`autopipe train` alone, bit for bit; no finished job may be trained again; no process may be left.", ""]
+    lines += [
+        f"Four jobs of {STEPS} steps on two devices in leases of {LEASE} s; {os.cpu_count()} cores, {seconds:.0f} s."
+    ]
+    lines += ["After each fault every job must be done, with the weights of `autopipe train` alone, bit for bit; no"]
+    lines += ["finished job may be trained again; no process may be left.", ""]
     lines += [f"{right} of {len(outcomes)} as they should be; {lost} with lost jobs, {left} with processes left.", ""]
     lines += ["| seed | fault | exit code | leases | killed and begun again | resumed from steps | |"]
     lines += ["|---|---|---|---|---|---|---|"]
