@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from support.commands import Commands, assert_gone
-from support.sweeps import alone, assert_equal_weights, processes_in, ranks_in, write_sweep
+from support.sweeps.cases import alone, assert_equal_weights, processes_in, ranks_in, write_sweep
 from support.waiting import wait_until
 
 FOUR = '[[job]]\ntarget = "model.py"\ngrid = { lr = [0.01, 0.001], seed = [1, 2] }\n'

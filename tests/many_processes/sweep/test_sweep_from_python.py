@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands, assert_gone
-from support.sweeps import alone, assert_equal_weights, processes_in, write_sweep
+from support.sweeps.cases import alone, assert_equal_weights, processes_in, write_sweep
 from support.warm.programs import run_warm
 
 import autopipe

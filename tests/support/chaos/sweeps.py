@@ -34,7 +34,7 @@ import psutil
 import torch
 
 from support.commands import Commands
-from support.sweeps import alone, processes_in, ranks_in, weights, write_sweep
+from support.sweeps.cases import alone, processes_in, ranks_in, weights, write_sweep
 from support.waiting import short_pause, under_load
 
 RESULT = Path("benchmarks/results/sweep_chaos.md")
