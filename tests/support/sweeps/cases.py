@@ -12,7 +12,6 @@ import torch
 
 from autopipe.commands.exporting import export
 from autopipe.commands.settings import ExportSettings
-
 from support.commands import MODEL
 
 # a minibatch takes so long; the variable speeds up runs whose time does not matter
