@@ -9,6 +9,8 @@ from typing import Any
 
 from autopipe.report.results import SweepRow
 from autopipe.report.text import in_ranges
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.job import RunDirectory
 from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
@@ -50,6 +52,10 @@ class Entry:
         if steps is None:
             return None
         return steps if self.halving is None else self.halving.target(self.record.rung, steps)
+
+    def saved_step(self) -> int:
+        """Return the step of its newest checkpoint, 0 without one."""
+        return max(checkpoints.steps(RunDirectory(self.folder.run(self.job)).checkpoints), default=0)
 
     @property
     def step_seconds(self) -> float:
@@ -156,6 +162,9 @@ class Board:
             Entry(job, record, by_job[job.number], sweep.halving, folder)
             for job, record in zip(sweep.jobs, records, strict=True)
         ]
+        for entry in entries:
+            if entry.record.status == state.WAITING and entry.record.leases:
+                entry.record.step = entry.saved_step()  # the sweep may have been killed before it noted the step
         return Board(folder, entries, structures)
 
     def entry(self, job: SweepJob) -> Entry:

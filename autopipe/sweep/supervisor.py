@@ -21,8 +21,6 @@ from autopipe.commands.apart.errors import restored
 from autopipe.commands.settings import Events
 from autopipe.errors import AutopipeError, InternalError, WorkerError
 from autopipe.report.results import SweepEvent
-from autopipe.runtime.checkpoint import directory as checkpoints
-from autopipe.runtime.job import RunDirectory
 from autopipe.sweep import state
 from autopipe.sweep.board import Board, Entry
 from autopipe.sweep.child import LeaseTask, PrepareTask, prepare_jobs, train_lease
@@ -244,7 +242,7 @@ class Supervisor:
 
     def _retry(self, entry: Entry, error: Exception | None) -> None:
         """Let a job wait for its next lease after its process was killed, from its last checkpoint."""
-        saved = max(checkpoints.steps(RunDirectory(self.folder.run(entry.job)).checkpoints), default=0)
+        saved = entry.saved_step()
         entry.deaths = 1 if saved > entry.saved else entry.deaths + 1
         entry.saved = saved
         if entry.deaths > MOST_DEATHS:
