@@ -21,7 +21,7 @@ from autopipe.sweep.structures import Structure, structures_of
 
 # what a job without a known length counts as: longer than any other, so that it begins first
 UNKNOWN_SECONDS = 1e9
-# steps of a lease after which its measured time replaces the predicted one
+# steps of a lease after which its figures count: the first ones are slower
 _ENOUGH_STEPS = 3
 
 
@@ -108,9 +108,9 @@ class Entry:
             self.first_step = record.step
         elif kind == "step":
             record.step, record.loss = fields["step"] + 1, finite(fields["loss"])
-            record.samples_per_second = fields["samples_per_second"]
             done = record.step - self.first_step
             if done >= _ENOUGH_STEPS:
+                record.samples_per_second = fields["samples_per_second"]
                 self.measured = self.structure.step_seconds = fields["seconds"] / done
 
     def end(self, metrics: Metrics, metric: str) -> None:
