@@ -52,7 +52,7 @@ def sweep_command(
 
     read_sweep(file)  # an error in it appears at once, before torch is imported
     try:
-        wanted = None if devices is None else parse_devices(devices)
+        parse_devices(devices or "auto")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--devices") from None
     launching.fork_early(terminal, also="autopipe.sweep.child")
@@ -61,13 +61,13 @@ def sweep_command(
     directory = f" --sweep-dir {shlex.quote(str(sweep_dir))}" if sweep_dir is not None else ""
     if dry_run:
         with watching(terminal) as events:
-            planned = timetable(file, devices=wanted, resume=resume, sweep_dir=sweep_dir, on_event=events)
+            planned = timetable(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
         terminal.table(*sweeps.timetable_tables(planned))
         terminal.document("sweep", documents.fields_of(planned))
         terminal.next(f"autopipe sweep {shlex.quote(str(file))}{directory}")
         return 0
     with watching(terminal) as events:
-        result = sweep(file, devices=wanted, resume=resume, sweep_dir=sweep_dir, on_event=events)
+        result = sweep(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
     terminal.table(*sweeps.result_tables(result))
     terminal.document("sweep", documents.fields_of(result))
     if result.stopped:

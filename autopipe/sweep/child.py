@@ -89,7 +89,8 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
     settings = _settings(wanted.target, wanted.options, Path(wanted.work_dir))
     with only_one(settings.plan.work_dir, "prepares the jobs of a sweep"):
         settings, prepared = _prepared(settings, progress)
-        errors = [_checked(settings, check, wanted, prepared) for check in wanted.checks]
+        notes: list[str] = []
+        errors = [_checked(settings, check, wanted, prepared, notes) for check in wanted.checks]
     return {
         "step_seconds": prepared.plan.predicted.step_seconds,
         "batch_size": prepared.plan.batch_size,
@@ -98,6 +99,7 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
         "spilled": settings.plan.schedule == "spilled",
         "kind": prepared.profile.device.kind,
         "notes": [*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)],
+        "compared": notes,
         "errors": errors,
     }
 
@@ -117,10 +119,18 @@ def _spilled(plan: PlanSettings) -> PlanSettings:
     return dataclasses.replace(plan, schedule="spilled")
 
 
-def _checked(settings: TrainSettings, check: str, wanted: PrepareTask, prepared: Prepared) -> dict[str, Any] | None:
+def _checked(
+    settings: TrainSettings, check: str, wanted: PrepareTask, prepared: Prepared, notes: list[str]
+) -> dict[str, Any] | None:
+    """Compare the first steps with plain training; return the error, and add what it says to ``notes``."""
+
+    def events(kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "note":
+            notes.append(fields["text"])
+
     own = _settings(wanted.target, check, Path(wanted.work_dir))
     try:
-        check_first(dataclasses.replace(own, plan=settings.plan), prepared, lambda kind, fields: None)
+        check_first(dataclasses.replace(own, plan=settings.plan), prepared, events)
     except AutopipeError as error:
         return described(error)
     return None

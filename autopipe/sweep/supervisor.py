@@ -14,8 +14,9 @@ All is in this process: jobs are in processes of their own, which end with it. E
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autopipe.commands.apart.errors import restored
 from autopipe.commands.settings import Events
@@ -38,6 +39,7 @@ SHOW_SECONDS = 0.5
 # how often a job is started again after its process was killed before it made progress
 MOST_DEATHS = 3
 MOST_STEPS = 2**31 - 1
+_WARNING = "warning: "
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Supervisor:
         self.happened: list[SweepEvent] = []
         self.notes: list[str] = []
         self.only_prepare = False
+        self._warnings: set[str] = set()
         self._preparations: list[_Preparation] = []
         self._saved = self._shown = 0.0
         self._changed = True
@@ -154,8 +157,10 @@ class Supervisor:
             return
         structure.learn(process.value)
         for note in process.value["notes"]:
-            if structure.spilled or note.startswith("warning"):
-                self._note(f"{structure.first.name}: {note}")
+            if structure.spilled or note.startswith(_WARNING):
+                self._note(note, structure.first.name)
+        for note in process.value["compared"]:
+            self._note(note, structure.first.name)
         for jobs, error in zip(structure.comparisons().values(), process.value["errors"], strict=True):
             for job in jobs if error is not None else ():
                 self._fail(self.board.entry(job), restored(error))
@@ -212,10 +217,16 @@ class Supervisor:
             for kind, fields in entry.process.receive():
                 if kind == "event":
                     entry.learn(fields["event"], fields["fields"])
-                    if fields["event"] in ("restart", "nonfinite"):
-                        self.events(fields["event"], {**fields["fields"], "job": entry.job.name})
+                    self._tell(entry, fields["event"], fields["fields"])
             if entry.process.ended:
                 self._ended(entry, entry.process)
+
+    def _tell(self, entry: Entry, kind: str, fields: Mapping[str, Any]) -> None:
+        """Show what a person should know of a run; warnings that several jobs have, once."""
+        if kind in ("restart", "nonfinite"):
+            self.events(kind, {**fields, "job": entry.job.name})
+        elif kind == "note" and fields["text"].startswith(_WARNING) and fields["text"] not in self._warnings:
+            self._note(fields["text"], entry.job.name)
 
     def _ended(self, entry: Entry, process: SweepProcess) -> None:
         """Take the end of a lease."""
@@ -249,13 +260,13 @@ class Supervisor:
             self._fail(entry, error)
             return
         entry.record.status, entry.record.step = state.WAITING, saved
-        self._note(f"{entry.job.name}: {_what(error)}; it continues from step {saved}")
+        self._note(f"{_what(error)}; it continues from step {saved}", entry.job.name)
         self._happen(entry, "retried")
 
     def _fail(self, entry: Entry, error: Exception | None) -> None:
         if entry.record.status not in state.ENDED:
             entry.record.status, entry.record.error = state.FAILED, str(error)
-            self._note(f"{entry.job.name} failed: {_what(error)}")
+            self._note(f"failed: {_what(error)}", entry.job.name)
             self._happen(entry, "failed")
 
     def _compare(self) -> None:
@@ -301,9 +312,11 @@ class Supervisor:
         self.events("job", {**fields, "error": entry.record.error, "metric": entry.record.metric})
         self._changed = True
 
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self.events("note", {"text": text})
+    def _note(self, text: str, job: str) -> None:
+        self.notes.append(f"{job}: {text}")
+        self.events("note", {"text": self.notes[-1]})
+        if text.startswith(_WARNING):
+            self._warnings.add(text)
 
     def _publish(self, *, now: bool = False) -> None:
         """Write the table, and show it."""

@@ -43,6 +43,19 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     ]
 
 
+def test_jobs_that_wait_for_a_comparison_still_wait(tmp_path: Path) -> None:
+    records = begin(Folder(tmp_path), JOBS, resume=False)
+    for record, status in zip(records, (state.PAUSED, state.DROPPED, state.WAITING), strict=True):
+        record.status, record.leases, record.rung, record.metric = status, 1, 2, 0.5
+    save(Folder(tmp_path), records, [])
+    again = begin(Folder(tmp_path), JOBS, resume=True)
+    assert [(record.status, record.rung, record.metric) for record in again] == [
+        ("paused", 2, 0.5),
+        ("dropped", 2, 0.5),
+        ("waiting", 2, 0.5),
+    ]
+
+
 def test_a_sweep_that_trained_nothing_can_begin_again(tmp_path: Path) -> None:
     save(Folder(tmp_path), [JobRecord("other", "digest")], [])
     assert [record.name for record in begin(Folder(tmp_path), JOBS, resume=False)] == [job.name for job in JOBS]
