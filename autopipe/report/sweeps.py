@@ -50,7 +50,7 @@ def timetable_tables(timetable: Timetable) -> tuple[str | Table, ...]:
     lines = [f"and {counted(more, 'more lease')}"] if more > 0 else []
     lines += [f"{name} cannot be trained: {error}" for name, error in timetable.failures.items()]
     lines.append(
-        f"all jobs: {in_minutes(timetable.seconds)}, without preparation; no order is faster than "
+        f"all jobs: {in_minutes(timetable.seconds)}, without the start of each lease; no order is faster than "
         f"{in_minutes(timetable.bound)}"
     )
     return table, *lines
