@@ -17,7 +17,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[int], int]:
     """Return jobs, of which some run, the devices, and the places of each."""
     devices = list(range(draw(st.integers(1, 8))))
     places = draw(st.integers(1, 3))
-    free = {device: places for device in devices}
+    free = dict.fromkeys(devices, places)
     jobs = []
     for number in range(1, draw(st.integers(1, 14)) + 1):
         shares = places > 1 and draw(st.booleans())
