@@ -10,9 +10,10 @@ leases              seconds     1
 shards (SHARP)      seconds     2 or more
 ==================  ==========  =========
 
-Jobs that share a device alternate at the boundaries of shards: one of them computes at a time, the one with the longest
-remaining time among those whose next shard is there; the others copy theirs meanwhile. The copies of all jobs of a
-device share its link in equal parts, and each job has two slabs: for the shard that computes and for the next one.
+Jobs that share a device alternate at the boundaries of shards: one of them computes at a time, and the others copy
+meanwhile. After a shard, the job with the longest remaining time is next among those that wait with their shard on the
+device (``keeper``). The copies of all jobs of a device share its link in equal parts, and each job has two slabs: for
+the shard that computes and for the next one.
 
 Source of the policy: Hydra, arXiv:2110.08633 (SHARP: the job with the longest remaining time first).
 """
@@ -151,6 +152,7 @@ class _State:
     since: float = 0.0
     pause: float = 0.0  # seconds until it can compute
     runs: int = 0  # leases so far
+    had_turn: bool = False  # it was the last of its device that computed a shard
 
     @property
     def left(self) -> float:
@@ -188,10 +190,11 @@ class _Group:
     states: list[_State]
 
     def _computing(self) -> _State | None:
-        """Return the job that computes. It began its shard, or it has the longest remaining time."""
+        """Return the job that computes. It began its shard, or has waited and has the longest remaining time."""
         able = [state for state in self.states if state.can_compute()]
         begun = [state for state in able if state.done % 1]
-        return max(begun or able, key=lambda state: state.left * state.job.each, default=None)
+        waited = [state for state in able if not state.had_turn]
+        return max(begun or waited or able, key=lambda state: state.left * state.job.each, default=None)
 
     def _rates(self) -> list[tuple[_State, float, float]]:
         """Return the shards that each job computes and copies in a second."""
@@ -228,6 +231,9 @@ class _Group:
         for state, computes, copies in rates:
             state.done = _snapped(state.done + computes * seconds)
             state.brought = _snapped(state.brought + copies * seconds)
+            if computes:
+                for other in self.states:
+                    other.had_turn = other is state
         for state in self.states:
             state.pause = 0.0 if state.pause <= seconds else state.pause - seconds
 
