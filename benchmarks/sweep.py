@@ -31,8 +31,8 @@ Not reproduced here; as printed in the abstracts of arXiv:2110.08633 (Nagrecha a
 
 | version | claim |
 |---|---|
-| v1, October 2021 | "over 7x faster than regular model parallelism and over 50% faster than state-of-the-art industrial \
-tools for pipeline parallelism" |
+| v1, October 2021 | "over 7x faster than regular model parallelism and over 50% faster than state-of-the-art \
+industrial tools for pipeline parallelism" |
 | later | "near-linear strong scaling" in a multi-GPU setup; a 6-billion parameter model on a single commodity GPU |
 
 These compare with other systems on GPUs. The tables above compare policies in one system."""

@@ -161,7 +161,7 @@ def test_a_long_folder_has_a_socket_too(tmp_path: Path) -> None:
 
 
 def test_an_address_without_a_keeper_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot connect to .*token"):
+    with pytest.raises(RunError, match=r"cannot connect to .*token"):
         DeviceToken(f"0:1:{tmp_path / 'token'}", lambda _: None)
     with pytest.raises(RunError, match="is not DEVICE:JOB:SOCKET"):
         token_of({"AUTOPIPE_DEVICE_TOKEN": "somewhere"}, lambda _: None)
