@@ -58,13 +58,14 @@ def sweep_command(
     launching.fork_early(terminal, also="autopipe.sweep.child")
     from autopipe.report import sweeps
 
-    directory = f" --sweep-dir {shlex.quote(str(sweep_dir))}" if sweep_dir is not None else ""
+    given = {"--devices": devices, "--sweep-dir": sweep_dir}
+    again = shlex.join([str(file), *(word for key, value in given.items() if value for word in (key, str(value)))])
     if dry_run:
         with watching(terminal) as events:
             planned = timetable(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
         terminal.table(*sweeps.timetable_tables(planned))
         terminal.document("sweep", documents.fields_of(planned))
-        terminal.next(f"autopipe sweep {shlex.quote(str(file))}{directory}")
+        terminal.next(f"autopipe sweep {again}")
         return 0
     with watching(terminal) as events:
         result = sweep(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
@@ -72,7 +73,7 @@ def sweep_command(
     terminal.document("sweep", documents.fields_of(result))
     if result.stopped:
         terminal.say("stopped cleanly; every job that has begun has a checkpoint")
-        terminal.next(f"autopipe sweep {shlex.quote(str(file))}{directory} --resume")
+        terminal.next(f"autopipe sweep {again} --resume")
         return failures.STOPPED
     best = next((row for row in result.jobs if row.status == "done"), None)
     if best is None:

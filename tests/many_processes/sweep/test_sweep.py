@@ -194,6 +194,18 @@ def test_a_dry_run_predicts_and_trains_nothing(commands: Commands) -> None:
     assert_gone(processes_in(commands.folder))
 
 
+def test_models_that_are_measured_in_a_process_of_their_own(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test what a sweep on GPUs does: the process of a job starts another one, which measures or compares."""
+    monkeypatch.setenv("AUTOPIPE_APART", "1")
+    write_sweep(commands.folder, '[[job]]\ntarget = "model.py"\ngrid = { lr = [0.01, 0.001] }\n', steps=10)
+    document = commands.document(*SWEEP)
+    assert {row["status"] for row in document["jobs"]} == {"done"}
+    assert any("2 steps compared with plain training: equal, bit for bit" in note for note in document["notes"])
+    assert_as_alone(commands, document["jobs"][0])
+
+
 def test_an_error_in_the_file_comes_before_anything_runs(commands: Commands) -> None:
     write_sweep(commands.folder, FOUR + "stepz = 3\n", steps=5)
     _, err = commands.run(*SWEEP, code=1)

@@ -227,6 +227,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and its children
     begin, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
         expected = trained_alone(Path(scratch) / "alone")
