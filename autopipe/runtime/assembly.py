@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spans import span_recorder
 from autopipe.runtime.spilling.books import DeviceBooks
 from autopipe.runtime.spilling.build import build_spiller
+from autopipe.runtime.spilling.token import token_of
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.deferred import DeferredStatistics
@@ -79,7 +81,8 @@ class RankAssembly:
             books.enforce()
             if job.measure_memory or (job.device_budget_bytes and device.type == "cpu"):
                 executor.footprint = books
-            executor.spiller = build_spiller(plan, stepper, device, books, recorder)
+            token = token_of(os.environ, functools.partial(self.reporter.at, waiting=True))
+            executor.spiller = build_spiller(plan, stepper, device, books, recorder, token)
             stepper.early = not request.options.get(LATE.name)
         elif job.measure_memory:
             executor.footprint = Footprint(runners, device)

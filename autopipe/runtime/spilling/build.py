@@ -13,6 +13,7 @@ from autopipe.runtime.spans import SpanRecorder
 from autopipe.runtime.spilling.books import DeviceBooks
 from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
 from autopipe.runtime.spilling.spiller import Spiller
+from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.schedules.spilling.spilled import OPTIMIZER_SLABS
 
@@ -41,9 +42,14 @@ def refuse_unspillable(plan: Plan, stepper: Stepper) -> None:
 
 
 def build_spiller(
-    plan: Plan, stepper: Stepper, device: torch.device, books: DeviceBooks | None, recorder: SpanRecorder | None
+    plan: Plan,
+    stepper: Stepper,
+    device: torch.device,
+    books: DeviceBooks | None,
+    recorder: SpanRecorder | None,
+    token: DeviceToken | None = None,
 ) -> Spiller:
-    """Return the spiller, with the weights of all stages in its host memory.
+    """Return the spiller, with the weights of all stages in its host memory. ``token``: of a shared device.
 
     Raises: PlanError as ``refuse_unspillable`` does; RunError for a parameter that cannot be moved.
     """
@@ -64,7 +70,7 @@ def build_spiller(
             drop_casts=runner.versions.drop_casts,
         )
     slabs = plan.schedule_options.get(OPTIMIZER_SLABS.name, OPTIMIZER_SLABS.default)
-    spiller = Spiller(parts, device, optimizer_slabs=slabs, recorder=recorder, register=register)
+    spiller = Spiller(parts, device, optimizer_slabs=slabs, recorder=recorder, register=register, token=token)
     stepper.ties.moved = spiller
     return spiller
 

@@ -30,6 +30,9 @@ class Done(Protocol):
     def synchronize(self) -> None:
         """Let the calling thread wait for it."""
 
+    def has_ended(self) -> bool:
+        """Return whether the copy has ended."""
+
 
 class Lane(Protocol):
     """Makes copies one after the other."""
@@ -96,6 +99,9 @@ class _FutureDone:
     def synchronize(self) -> None:
         self._future.result()
 
+    def has_ended(self) -> bool:
+        return self._future.done()
+
 
 class StreamLane:
     """A lane that is a stream of a CUDA device."""
@@ -140,6 +146,9 @@ class _EventDone:
 
     def synchronize(self) -> None:
         self._event.synchronize()
+
+    def has_ended(self) -> bool:
+        return bool(self._event.query())
 
 
 def _size(pairs: Sequence[Pair]) -> int:

@@ -26,6 +26,7 @@ from autopipe.runtime.spans import SpanRecorder
 from autopipe.runtime.spilling.copies import Done, Lane, lane_of
 from autopipe.runtime.spilling.messages import Messages
 from autopipe.runtime.spilling.part import SpilledPart
+from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.schedules.spilling.lanes import Slabs
 from autopipe.schedules.spilling.spill import SLABS
 
@@ -41,6 +42,7 @@ class Spiller:
         optimizer_slabs: how many stages may have optimizer state on the device at a time, while copies run: 1 or 2.
         recorder: takes the times of copies.
         register: called with the host memory of messages.
+        token: of the device, if other processes compute on it too. A stage computes with it, and copies without.
 
     """
 
@@ -52,8 +54,10 @@ class Spiller:
         optimizer_slabs: int = SLABS,
         recorder: SpanRecorder | None = None,
         register: Callable[[torch.Tensor], None] = lambda _: None,
+        token: DeviceToken | None = None,
     ) -> None:
         self.parts = dict(parts)
+        self._token = token
         self._device = device
         self.to_device: Lane = lane_of(device, recorder)
         self.to_host: Lane = lane_of(device, recorder)
@@ -100,6 +104,7 @@ class Spiller:
     def carry_out(self, i: Instruction, messages: Sequence[torch.Tensor] = ()) -> None:
         """Carry out L, O or U, of a stage or of the messages of a microbatch."""
         if i.microbatch < 0:
+            self._pause()
             {Op.LOAD: self.load, Op.LOAD_OPTIMIZER: self.load_optimizer, Op.UNLOAD: self.unload}[i.op](i)
         elif i.op == Op.UNLOAD:
             self._messages.unload(i, messages)
@@ -164,9 +169,27 @@ class Spiller:
         if i.op == Op.STEP:
             # a step changes in place what may still be on its way to the host
             waits += [self._optimizer_loaded.pop(i.stage, None), self._stored.get(i.stage)]
+        if self._token is not None:
+            self._take_turn([done for done in waits if done is not None and not done.has_ended()])
         for done in waits:
             if done is not None:
                 done.wait()
+
+    def _take_turn(self, copies: Sequence[Done]) -> None:
+        """Wait for copies, then until no other process computes on the device."""
+        assert self._token is not None
+        if copies:
+            self._pause()
+            for done in copies:
+                done.synchronize()
+        self._token.take()
+
+    def _pause(self) -> None:
+        """Let another process compute on the device, until the next stage begins."""
+        if self._token is not None and self._token.is_taken:
+            if self._device.type == "cuda":  # what was launched belongs to this turn
+                torch.cuda.current_stream(self._device).synchronize()
+            self._token.give()
 
     def stepped(self, stage: int) -> None:
         """Note that the weights on the device have changed."""
@@ -233,6 +256,8 @@ class Spiller:
         self._slabs.forget(stage)
 
     def close(self) -> None:
-        """End the copies."""
+        """End the copies, and the turn."""
         self.to_device.close()
         self.to_host.close()
+        if self._token is not None:
+            self._token.close()

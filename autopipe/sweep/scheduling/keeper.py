@@ -1,0 +1,178 @@
+"""``TokenKeeper``: gives the token of each device to one process at a time (``autopipe.runtime.spilling.token``).
+
+It is a thread of the sweep. Among the jobs that wait for a device it prefers the one with the longest remaining time.
+A process that gives the token back lets those that wait go first, so no job waits for longer than one shard of each of
+the others. The kernel reports the end of a process, also if it was killed, or if its children have its socket still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autopipe.runtime.spilling.token import GIVE, GRANTED, TAKE, path_of
+
+_NAME = "token"
+_HELLO_BYTES = 64  # DEVICE:JOB and a new line, at most
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """A process that shares a device."""
+
+    socket: socket.socket
+    process: int  # a descriptor that becomes readable when the process ends
+    hello: bytes = b""  # what it has sent of its device and job
+    device: int = -1  # -1: it has not said it
+    job: int = -1
+
+
+@dataclass(slots=True)
+class _Device:
+    """The token of a device."""
+
+    holder: _Client | None = None
+    waiting: list[_Client] = field(default_factory=list)
+
+
+class TokenKeeper:
+    """Keeps the tokens of all devices of a sweep.
+
+    Args:
+        folder: of the sweep; the socket is in a new folder there, which only this user may enter.
+        remaining: returns the remaining seconds of a job, by its number. It is called in the keeper's thread.
+
+    """
+
+    def __init__(self, folder: Path, remaining: Callable[[int], float]) -> None:
+        self._remaining = remaining
+        self._devices: dict[int, _Device] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="token-", dir=folder)).absolute()  # with mode 0700
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._listener.bind(path_of(opened, _NAME))
+        finally:
+            os.close(opened)
+        self._listener.listen()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._ended, self._end = os.pipe()
+        self._selector.register(self._ended, selectors.EVENT_READ, None)
+        self._clients: set[_Client] = set()
+        self._thread = threading.Thread(target=self._run, name="autopipe-token", daemon=True)
+        self._thread.start()
+
+    def address(self, device: int, job: int) -> str:
+        """Return the value of the environment variable for a job on a device."""
+        return f"{device}:{job}:{self._folder / _NAME}"
+
+    def holder(self, device: int) -> int | None:
+        """Return the job that has the token of a device, or None."""
+        holder = self._devices[device].holder if device in self._devices else None
+        return None if holder is None else holder.job
+
+    def close(self) -> None:
+        """End. Processes that wait for a token get an error."""
+        os.close(self._end)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fd == self._ended:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data in self._clients:
+                        self._serve(key.data, ended=key.fd == key.data.process)
+        finally:
+            self._devices.clear()  # nobody gets a token of one that ends
+            for client in list(self._clients):
+                self._drop(client)
+            self._selector.close()
+            self._listener.close()
+            os.close(self._ended)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        try:
+            process = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
+        except OSError:  # it has ended
+            connection.close()
+            return
+        client = _Client(connection, process)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._selector.register(process, selectors.EVENT_READ, client)
+
+    def _serve(self, client: _Client, *, ended: bool) -> None:
+        received = b""
+        if not ended:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                received = client.socket.recv(_HELLO_BYTES)
+        if not received:
+            self._drop(client)
+            return
+        if client.device < 0:
+            received = self._welcome(client, received)
+        for message in received:
+            self._take(client, bytes((message,)))
+
+    def _welcome(self, client: _Client, received: bytes) -> bytes:
+        """Take the device and the job that a process says first; return what it has sent behind."""
+        client.hello += received
+        hello, line, rest = client.hello.partition(b"\n")
+        if line:
+            client.device, client.job = (int(part) for part in hello.split(b":"))
+            self._devices.setdefault(client.device, _Device())
+        return rest
+
+    def _take(self, client: _Client, message: bytes) -> None:
+        device = self._devices[client.device]
+        if message == TAKE:
+            device.waiting.append(client)
+        elif message == GIVE and device.holder is client:
+            device.holder = None
+        self._grant(device)
+
+    def _grant(self, device: _Device) -> None:
+        while device.holder is None and device.waiting:
+            client = max(device.waiting, key=lambda waiting: self._remaining(waiting.job))
+            device.waiting.remove(client)
+            device.holder = client
+            try:
+                client.socket.sendall(GRANTED)
+            except OSError:
+                self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        """Forget a process that has ended, and release its token."""
+        if client not in self._clients:
+            return
+        self._clients.remove(client)
+        self._selector.unregister(client.socket)
+        self._selector.unregister(client.process)
+        client.socket.close()
+        os.close(client.process)
+        device = self._devices.get(client.device)
+        if device is not None:
+            if client in device.waiting:
+                device.waiting.remove(client)
+            if device.holder is client:
+                device.holder = None
+            self._grant(device)
