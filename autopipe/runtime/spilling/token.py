@@ -37,7 +37,7 @@ class DeviceToken:
         address: DEVICE:JOB:SOCKET.
         waits: called with what the rank waits for, about once a second.
 
-    Raises: RunError if the address is not valid, or nobody keeps the token there.
+    Raises: RunError if the address is not valid, or no sweep listens there.
 
     """
 
@@ -90,7 +90,7 @@ class DeviceToken:
             self._send(GIVE)
 
     def close(self) -> None:
-        """Give the token back for good."""
+        """Give the token back, and leave."""
         self.is_taken = False
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # also for processes that were forked from this one

@@ -98,7 +98,7 @@ class TokenKeeper:
                     elif key.data in self._clients:
                         self._serve(key.data, ended=key.fd == key.data.process)
         finally:
-            self._devices.clear()  # nobody gets a token of one that ends
+            self._devices.clear()  # no rank gets a token of one that ends
             for client in list(self._clients):
                 self._drop(client)
             self._selector.close()

@@ -1,4 +1,4 @@
-"""The token of a device: one process computes at a time, the longest job next, and whoever ends releases it."""
+"""The token of a device: one process computes at a time, the longest job next, and a process that ends releases it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sweeps.holder import MOST_SECONDS, take_and_sleep
 
 from autopipe.errors import RunError
 from autopipe.runtime.spilling.token import DeviceToken, token_of
 from autopipe.sweep.scheduling.keeper import TokenKeeper
 
 REMAINING = {1: 50.0, 2: 20.0, 3: 90.0}
-MOST_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -84,17 +84,6 @@ def test_taking_twice_and_giving_twice_changes_nothing(keeper: TokenKeeper) -> N
     until(keeper, 1)
     client.close()
     until(keeper, None)
-
-
-def take_and_sleep(address: str, ready: object, child: object) -> None:
-    client = DeviceToken(address, lambda _: None)
-    client.take()
-    if os.fork() == 0:  # a child with the socket, which lives on
-        child.set()  # type: ignore[attr-defined]
-        time.sleep(MOST_SECONDS)
-        os._exit(0)
-    ready.set()  # type: ignore[attr-defined]
-    time.sleep(MOST_SECONDS)
 
 
 def test_a_killed_holder_releases_it_though_its_child_lives(keeper: TokenKeeper) -> None:
