@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.errors import TraceError
-from autopipe.script.calls.fingerprint import places, reached
+from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
 from autopipe.script.calls.reached import UNSET, bind, value_in
 from autopipe.script.refusals import in_a_library
 from autopipe.trace.record.containers import attributes, refill
@@ -89,11 +89,13 @@ class Effects:
             return
         modules = list(self.model.modules())
         values: dict[Hashable, Any] = {}
+        key: Any
         for key in changed:
             if key in self._bindings:
                 values[key] = value_in(*self._bindings[key][:2])
-            elif _is_of_a_module(key) and key[0] != _FLAG:
-                values[key] = vars(modules[key[0]]).get(key[1])
+            elif isinstance(key, tuple) and key[0] == OF_A_MODULE:
+                _, number, name = key
+                values[key] = vars(modules[number]).get(name)
         self._undo(changed)
         for function in self.code.functions_of(computed):
             function.cache_clear()  # the results are of the recording
@@ -124,8 +126,8 @@ class Effects:
 
 
 def _is_of_a_module(key: Any) -> bool:
-    """Return whether a place is an attribute of a module (its number, the name), or of a parameter."""
-    return isinstance(key, tuple) and isinstance(key[1], str)
+    """Return whether a place is an attribute of a module, or of a parameter. The recorder restores those."""
+    return isinstance(key, tuple) and key[0] in (OF_A_MODULE, _FLAG)
 
 
 def _tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
@@ -219,9 +221,9 @@ def _line() -> str:
 
 
 # functions that a forward must not call: (module, name)
-_GENERATOR = [(place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
-_GENERATOR.append((torch.random, "fork_rng"))
-_FILES = [(os, name) for name in ("stat", "lstat", "access", "read", "write")]  # they raise no audit event
+_OF_TORCH = [(place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+_OF_TORCH.extend(((torch.random, "fork_rng"), (torch, "save"), (torch, "load")))
+_OF_PYTHON = [(os, name) for name in ("stat", "lstat", "access", "read", "write")]  # they raise no audit event
 
 
 @contextlib.contextmanager
@@ -244,8 +246,8 @@ def silent() -> Iterator[None]:
     out, err = sys.stdout, sys.stderr
     sys.stdout = _Stream(watch, out, "standard output", libraries=False)
     sys.stderr = _Stream(watch, err, "standard error", libraries=True)
-    logging.Logger.handle = refuse  # type: ignore[method-assign]
-    originals = [(place, name, getattr(place, name)) for place, name in (*_GENERATOR, *_FILES)]
+    logging.Logger.handle = refuse  # type: ignore[method-assign,assignment]
+    originals = [(place, name, getattr(place, name)) for place, name in (*_OF_TORCH, *_OF_PYTHON)]
     for place, name, original in originals:
         setattr(place, name, _refusing(watch, original, direct=place is not os))
     _watching.append(watch)
@@ -277,10 +279,13 @@ def settle(model: nn.Module, args: Any, kwargs: Any) -> None:
     state = torch.get_rng_state()
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     with torch.no_grad():
         try:
             model(*args, **kwargs)
         finally:
+            for registered, own in buffers:
+                registered.update(own)  # the forward may have bound other tensors
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
             torch.set_rng_state(state)

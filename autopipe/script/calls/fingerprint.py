@@ -28,6 +28,7 @@ from autopipe.script.settings import autocast_now
 from autopipe.script.state.remote import is_remote
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied
 from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS, content_of, drawn
+from autopipe.trace.state.snapshots.kinds import behind
 from autopipe.trace.state.snapshots.places import slots
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
@@ -38,6 +39,8 @@ _MOST = 1000  # entries of a container, or attributes of an object, that are com
 _TOO_MANY = 1 << 17  # entries of a container that are not compared
 _SMALL = 1 << 14  # elements of a tensor whose bytes are kept
 _LARGE = 1 << 22  # elements of a tensor that is compared by its bytes
+OF_A_MODULE = "module"
+"""Begins the place of an attribute: then come the number of the module and the name."""
 _KNOWN: dict[Hashable, Reached] = {}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SKIPPED = {
@@ -112,7 +115,7 @@ def places(
                 continue
             unread = not places_of_code.reads(key) and not isinstance(value, _COMPARED)
             content = id(value) if unread else description.of(value, _DEPTH)
-            yield (number, key), f"{path}.{key}" if path else key, content
+            yield (OF_A_MODULE, number, key), f"{path}.{key}" if path else key, content
     yield from places_of_code.values(description.of)
 
 
@@ -141,8 +144,8 @@ class _Description:
             return ("variable", self.of(value.get(None), depth))
         if isinstance(value, functools.partial):
             return ("partial", id(value.func), self.of((value.args, value.keywords), depth))
-        if isinstance(value, types.MethodType):
-            return ("method", id(value.__func__), self.of(value.__self__, depth))
+        if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+            return ("method", value.__name__, *(self.of(part, depth) for part in behind(value)))
         if self.kept is not None and isinstance(value, CONTAINERS):
             self.kept.append((value, copied(value)))
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)):

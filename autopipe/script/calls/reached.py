@@ -31,7 +31,7 @@ UNSET = object()
 """The value of a name that is not bound."""
 _DEPTH = 4
 _MOST = 1000  # entries of a table of functions
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, nn.Module, logging.Logger)
+_FUNCTIONS = (types.FunctionType, type, types.ModuleType, nn.Module, logging.Logger)
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 _MEMOIZED = functools._lru_cache_wrapper
 
@@ -210,6 +210,8 @@ def bind(owner: dict[str, Any] | type, name: str, value: Any) -> None:
 
 def is_code(value: Any) -> bool:
     """Return whether a value is compared by identity: functions, classes, modules, loggers."""
+    if isinstance(value, types.BuiltinFunctionType):  # or the method of an object, such as the append of a list
+        return value.__self__ is None or isinstance(value.__self__, (types.ModuleType, type))
     return isinstance(value, (*_FUNCTIONS, *_DESCRIPTORS))
 
 

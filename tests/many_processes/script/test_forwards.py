@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 
-FILES = "forward_effects.py", "forward_reads.py", "forward_reads_data.py"
+FILES = "effects.py", "keeps.py", "reads.py", "reads_data.py"
+FORWARDS = SCRIPTS / "forwards"
 REFUSED = {
     "prints": "writes 'forward' to standard output",
     "writes_to_stdout": "writes 'forward' to standard output",
@@ -16,6 +17,8 @@ REFUSED = {
     "logs": "logs 'forward'",
     "catches_what_print_raises": "writes 'forward' to standard output",
     "appends_to_a_list": "sets entries",
+    "appends_by_a_method": "sets note",
+    "writes_to_a_stream_of_its_own": "out",
     "keeps_in_a_list_of_the_model": "sets kept",
     "counts_in_a_global": "sets total",
     "binds_a_global": "sets last",
@@ -39,19 +42,21 @@ REFUSED = {
     "writes_a_path": "opens 'called.txt'",
     "reads_a_file": "calls posix.stat",
     "writes_into_an_open_file": "changes log",
-    "saves_a_tensor": "the model failed while it was recorded",
+    "saves_a_tensor": "calls torch.serialization.save",
     "makes_a_folder": "calls",
     "sets_the_environment": "calls os.putenv",
     "draws_from_random": "draws from Python's random",
     "draws_a_branch": "draws from Python's random",
     "draws_from_numpy": "draws from numpy.random",
     "draws_from_its_own_random": "changes own_random",
+    "draws_by_a_method": "changes draw",
     "draws_from_its_own_numpy": "changes own_numpy",
     "draws_from_its_own_generator": "a torch.Generator that the model owns",
     "seeds": "calls torch.random.manual_seed",
     "seeds_for_a_moment": "calls torch.random.fork_rng",
     "draws_for_a_moment": "calls torch.random.fork_rng",
     "keeps_a_random_mask": "sets own_mask",
+    "computes_only_once": "computes in another way",
     "keeps_the_first_output": "sets own_first",
     "keeps_the_first_output_in_a_dict": "sets own_first",
     "uses_a_cached_function_that_draws": "computes in another way",
@@ -63,7 +68,7 @@ REFUSED = {
 
 
 def ways(name: str) -> list[str]:
-    tree = ast.parse((SCRIPTS / name).read_text())
+    tree = ast.parse((FORWARDS / name).read_text())
     return [
         node.name
         for node in tree.body
@@ -88,12 +93,12 @@ EQUAL = [way for way in WAYS if way not in REFUSED]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return {name: by_python(SCRIPTS / name, folder=tmp_path_factory.mktemp("plain")) for name in FILES}
+    return {name: by_python(FORWARDS / name, folder=tmp_path_factory.mktemp("plain")) for name in FILES}
 
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return {name: in_stages(SCRIPTS / name, folder=tmp_path_factory.mktemp("staged")) for name in FILES}
+    return {name: in_stages(FORWARDS / name, folder=tmp_path_factory.mktemp("staged")) for name in FILES}
 
 
 def test_the_table_is_long_enough_and_has_every_refusal() -> None:
@@ -123,6 +128,6 @@ def test_a_forward_is_refused_with_its_line(way: str, staged: dict[str, Ended]) 
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_forwards_do_the_same_in_three_stages(file: str, staged: dict[str, Ended], tmp_path: Path) -> None:
-    three = in_stages(SCRIPTS / file, folder=tmp_path, stages=3)
+    three = in_stages(FORWARDS / file, folder=tmp_path, stages=3)
     assert three.code == staged[file].code
     assert three.output == staged[file].output

@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 import torch
-from forward_model import model, try_all
+from model_of_ways import model, try_all
 from torch.nn import functional as F
 
 scale, unrelated = 1.0, 0

@@ -7,10 +7,10 @@ import types
 from collections import OrderedDict, deque
 from enum import Enum
 
-import forward_settings
 import numpy as np
+import settings_module
 import torch
-from forward_model import try_all
+from model_of_ways import try_all
 
 scale, unrelated = 1.0, 0
 args = argparse.Namespace(scale=1.0, step=0)
@@ -164,36 +164,36 @@ class reads_all_arguments:
 
 class reads_through_another_module:
     def inside(net, h):
-        return forward_settings.through_another(h)
+        return settings_module.through_another(h)
 
     def between(i):
-        forward_settings.flag = 1.5 + i
+        settings_module.flag = 1.5 + i
 
 
 class reads_an_object_of_another_module:
     def inside(net, h):
-        return forward_settings.scaled_by_options(h)
+        return settings_module.scaled_by_options(h)
 
     def between(i):
-        forward_settings.options.level = 1.5 + i
+        settings_module.options.level = 1.5 + i
 
 
 class reads_a_class_of_another_module:
     def inside(net, h):
-        return h * forward_settings.Options.level
+        return h * settings_module.Options.level
 
     def between(i):
-        forward_settings.Options.level = 2.5 + i
+        settings_module.Options.level = 2.5 + i
 
 
 class imports_inside:
     def inside(net, h):
-        from forward_settings import flag
+        from settings_module import flag
 
         return h * flag
 
     def between(i):
-        forward_settings.flag = 4.5 + i
+        settings_module.flag = 4.5 + i
 
 
 class reads_an_object:

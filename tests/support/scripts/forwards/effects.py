@@ -1,25 +1,22 @@
 """Forwards that do more than compute. Each prints what it may have changed."""
 
-import functools
 import itertools
 import logging
 import os
-import random
 import sys
 from collections import defaultdict, deque
 from pathlib import Path
 
-import forward_settings
 import numpy as np
+import settings_module
 import torch
 import torch.utils.checkpoint
-from forward_model import try_all
+from model_of_ways import try_all
 
 entries, total, table, recent = [], 0, defaultdict(int), deque(maxlen=4)
-numbers, own_random, own_numpy = itertools.count(), random.Random(3), np.random.default_rng(3)
-own_torch = torch.Generator().manual_seed(3)
+numbers = itertools.count()
 sums, tensor_log = np.zeros(3), torch.zeros(3)
-mask, last = None, None
+last = None
 log = open("log.txt", "w")  # noqa: SIM115, PTH123 - stays open
 log.write("begin\n")
 
@@ -31,7 +28,8 @@ class Stats:
         self.seen, self.inner = 0, [[]]
 
 
-stats = Stats()
+stats, notes = Stats(), []
+note, out = notes.append, sys.stdout
 
 
 def closure():
@@ -90,6 +88,21 @@ class appends_to_a_list:
         return len(entries)
 
 
+class appends_by_a_method:
+    def inside(net, h):
+        note(1)
+        return h
+
+    def show():
+        return len(notes)
+
+
+class writes_to_a_stream_of_its_own:
+    def inside(net, h):
+        out.write("forward\n")
+        return h
+
+
 class keeps_in_a_list_of_the_model:
     def inside(net, h):
         net.kept.append(h.detach())
@@ -118,10 +131,10 @@ class binds_a_global:
 
 class counts_in_another_module:
     def inside(net, h):
-        return forward_settings.counting(h)
+        return settings_module.counting(h)
 
     def show():
-        return forward_settings.calls
+        return settings_module.calls
 
 
 class counts_in_an_object:
@@ -303,162 +316,6 @@ class sets_the_environment:
 
     def show():
         return os.environ["FORWARDS"]
-
-
-class draws_from_random:
-    def inside(net, h):
-        return h * random.random()
-
-
-class draws_a_branch:
-    def inside(net, h):
-        return h if random.random() < 0.5 else h * 2
-
-
-class draws_from_numpy:
-    def inside(net, h):
-        return h * float(np.random.rand())
-
-
-class draws_from_its_own_random:
-    def inside(net, h):
-        return h * own_random.random()
-
-
-class draws_from_its_own_numpy:
-    def inside(net, h):
-        return h * float(own_numpy.random())
-
-
-class draws_from_its_own_generator:
-    def inside(net, h):
-        return h * torch.rand(16, generator=own_torch)
-
-
-class seeds:
-    def inside(net, h):
-        torch.manual_seed(5)
-        return h
-
-
-class seeds_for_a_moment:
-    def inside(net, h):
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            return h * torch.rand(16)
-
-
-class draws_for_a_moment:
-    def inside(net, h):
-        with torch.random.fork_rng():
-            return h * torch.rand(16)
-
-
-class checkpoints_activations:
-    def inside(net, h):
-        return torch.utils.checkpoint.checkpoint(lambda v: net.drop(torch.tanh(v)), h, use_reentrant=False)
-
-
-class keeps_a_mask_in_a_global:
-    def inside(net, h):
-        global mask
-        if mask is None:
-            mask = torch.arange(16.0)
-        return h * mask
-
-    def show():
-        return mask.tolist()
-
-
-class keeps_a_mask_in_a_dict:
-    masks = {}  # noqa: RUF012
-
-    def inside(net, h):
-        if len(h) not in keeps_a_mask_in_a_dict.masks:
-            keeps_a_mask_in_a_dict.masks[len(h)] = torch.arange(16.0)
-        return h * keeps_a_mask_in_a_dict.masks[len(h)]
-
-    def show():
-        return [(key, value.tolist()) for key, value in keeps_a_mask_in_a_dict.masks.items()]
-
-
-class keeps_a_random_mask:
-    def inside(net, h):
-        if not hasattr(net, "own_mask"):
-            net.own_mask = torch.rand(16)
-        return h * net.own_mask
-
-
-class keeps_the_first_output:
-    def inside(net, h):
-        if not hasattr(net, "own_first"):
-            net.own_first = h
-        return h
-
-
-class keeps_the_first_output_in_a_dict:
-    def inside(net, h):
-        if not hasattr(net, "own_first"):
-            net.own_first = {"h": h}
-        return h
-
-
-@functools.lru_cache
-def positions(n):
-    return torch.arange(n * 1.0)
-
-
-@functools.lru_cache
-def projection(n):
-    return torch.rand(n)
-
-
-class uses_a_cached_function:
-    def inside(net, h):
-        return h * positions(16)
-
-    def show():
-        return positions(16).tolist()
-
-
-class uses_a_cached_function_that_draws:
-    def inside(net, h):
-        return h * projection(16)
-
-    def show():
-        return projection(16).tolist()
-
-
-class sets_gradients_to_none:
-    def inside(net, h):
-        net.a.weight.grad = None
-        return h
-
-
-class changes_a_parameter:
-    def inside(net, h):
-        with torch.no_grad():
-            net.b.weight.clamp_(-0.1, 0.1)
-        return h
-
-
-class freezes_a_parameter:
-    def inside(net, h):
-        net.b.weight.requires_grad_(False)
-        return h
-
-
-class switches_to_evaluation:
-    def inside(net, h):
-        net.drop.eval()
-        return h
-
-
-class adds_a_module:
-    def inside(net, h):
-        if not hasattr(net, "own_module"):
-            net.own_module = torch.nn.Dropout(0.5)
-        return net.own_module(h)
 
 
 if __name__ == "__main__":
