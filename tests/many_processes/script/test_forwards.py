@@ -18,7 +18,6 @@ REFUSED = {
     "catches_what_print_raises": "writes 'forward' to standard output",
     "appends_to_a_list": "sets entries",
     "appends_by_a_method": "sets note",
-    "writes_to_a_stream_of_its_own": "out",
     "keeps_in_a_list_of_the_model": "sets kept",
     "counts_in_a_global": "sets total",
     "binds_a_global": "sets last",

@@ -29,7 +29,7 @@ class Stats:
 
 
 stats, notes = Stats(), []
-note, out = notes.append, sys.stdout
+note = notes.append
 
 
 def closure():
@@ -95,12 +95,6 @@ class appends_by_a_method:
 
     def show():
         return len(notes)
-
-
-class writes_to_a_stream_of_its_own:
-    def inside(net, h):
-        out.write("forward\n")
-        return h
 
 
 class keeps_in_a_list_of_the_model:
