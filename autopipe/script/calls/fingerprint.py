@@ -2,7 +2,7 @@
 
 It covers plain attributes of the modules and of the objects in them (configurations), the mode of every module, which
 parameters train, hooks, and what else the forwards may read (``reached``). Tensors that are neither parameter nor
-buffer are compared by their bytes, because a mask may be made anew with the same numbers; very large ones by identity
+buffer are compared by their bytes, because a mask may be made again with the same numbers; very large ones by identity
 and version.
 """
 

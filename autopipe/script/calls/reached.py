@@ -37,7 +37,7 @@ _MEMOIZED = functools._lru_cache_wrapper
 
 
 class Reached:
-    """The places of one model. ``values`` reads them anew."""
+    """The places of one model. ``values`` reads them again."""
 
     def __init__(self, kinds: tuple[type, ...], attributes: tuple[Any, ...]) -> None:
         self._places: dict[tuple[int, str], tuple[dict[str, Any] | type, str]] = {}
