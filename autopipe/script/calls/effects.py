@@ -79,7 +79,7 @@ class Effects:
         }
 
     def after(self, recorder: Recorder) -> None:
-        """Look at what the forward has set, and undo it where it is no attribute of a module.
+        """Look at what the forward has set, and undo it, except for attributes of modules.
 
         Raises: EffectError; DoneError for what cannot be undone.
         """
