@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-control bench-large bench-spilled bench-megatron docs docs-check check
+.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ HOST_FAULTS ?= $(if $(filter file,$(origin FAULTS)),30,0)
 chaos: $(READY) hosts-tools ## single faults at random, here and on two hosts; one of them again: make chaos FAULTS=1 SEED=7
 	PYTHONPATH=tests $(BIN)/python -m support.chaos.campaign --faults $(FAULTS) --host-faults $(HOST_FAULTS) --seed $(SEED) --jobs $(JOBS)
 
+chaos-sweep: $(READY) ## single faults at random in a sweep; one of them again: make chaos-sweep FAULTS=1 SEED=7
+	PYTHONPATH=tests $(BIN)/python -m support.chaos.sweeps --faults $(if $(filter file,$(origin FAULTS)),20,$(FAULTS)) --seed $(SEED)
+
 lint: $(READY) ## ruff: rules and layout of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,6 +106,9 @@ bench-memory: $(READY) ## planned against measured peak bytes of each stage, eve
 
 bench-restarts: $(READY) ## from kill -9 of a rank to the first step of the next attempt
 	$(BIN)/python benchmarks/restarts.py
+
+bench-sweep: $(READY) ## 16 settings of gpt.py as a sweep on two processes, against 16 plain loops
+	$(BIN)/python benchmarks/sweep_overhead.py
 
 bench-control: $(READY) ## rendezvous and supervisor of 64 and 512 ranks
 	$(BIN)/python benchmarks/control_plane.py

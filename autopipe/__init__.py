@@ -34,8 +34,10 @@ if TYPE_CHECKING:
         ExportResult,
         PlanResult,
         ProfileResult,
+        SweepResult,
         TrainResult,
     )
+    from autopipe.sweep.api import sweep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,10 +55,12 @@ __all__ = [
     "ProfileResult",
     "RunError",
     "ScheduleError",
+    "SweepResult",
     "TraceError",
     "TrainResult",
     "WorkerError",
     "__version__",
+    "sweep",
 ]
 
 
@@ -64,6 +68,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its module. Raises: AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "sweep":  # a package that can be called
+        return importlib.import_module(f"{__name__}.sweep")
     module = "errors" if name.endswith("Error") else "pipeline" if name == "Pipeline" else "report.results"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 

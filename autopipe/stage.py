@@ -194,7 +194,7 @@ class Stage(Container):
 
     def seed(self, where: tuple[int, int, int]) -> None:
         """Set (run seed, minibatch, microbatch), which seed the random draws of the next forward."""
-        self._autopipe_draws = where
+        self.__dict__["_autopipe_draws"] = where  # nn.Module's own assignment is slow, and this runs in each forward
 
     def draw_from_generator(self) -> None:
         """Draw from torch's generator as it is: ``autopipe run`` ships its state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,10 +75,10 @@ launch_options: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def fork_early(terminal: Terminal, *, for_gpus: bool = False) -> None:
+def fork_early(terminal: Terminal, *, for_gpus: bool = False, also: str = "") -> None:
     """Fork the server of ranks, data readers and measurements, if this process has not run anything yet.
 
-    ``for_gpus``: the command starts processes only if it uses a GPU.
+    ``for_gpus``: the command starts processes only if it uses a GPU. ``also``: a further module for its processes.
     """
     if not terminal.owns_process:
         return
@@ -89,6 +90,8 @@ def fork_early(terminal: Terminal, *, for_gpus: bool = False) -> None:
 
         from autopipe.launch.rank.early_server import fork_early as fork
 
+        if also:
+            importlib.import_module(also)
         if torch.version.cuda is not None or not for_gpus:
             fork()
 

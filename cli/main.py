@@ -17,6 +17,7 @@ from autopipe.errors import unknown_choice
 
 from . import config, options
 from .failures import guarded
+from .streams import open_streams
 from .terminal import Terminal
 
 # command -> (module, its one-line help): `autopipe --help` imports none of them
@@ -30,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("running", "Train, after running every step that is missing or stale."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
+    "sweep": ("sweeping", "Train many models or settings on a few devices."),
     "plain": ("plain", "Write the plain loop as a script that does not import autopipe."),
     "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),
 }
@@ -121,20 +123,6 @@ def main() -> None:
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     leave(0)
-
-
-def open_streams() -> None:
-    """Open /dev/null for each of standard input, output and error that the caller has closed.
-
-    Otherwise the next file or socket would get that descriptor, and printed text would be written into it.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 def leave(code: int) -> NoReturn:

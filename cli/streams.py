@@ -1,15 +1,56 @@
-"""Reserves standard output for one JSON document. All other output to it goes to standard error."""
+"""The standard streams of a command: opened, kept on a full disk, and standard output reserved for one document."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _STDOUT, _STDERR = 1, 2
+
+
+def open_streams() -> None:
+    """Open /dev/null for each of standard input, output and error that the caller has closed.
+
+    Otherwise the next file or socket would get that descriptor, and printed text would be written into it. A buffered
+    standard error drops what a full disk does not take.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
+    if isinstance(sys.stderr, io.TextIOWrapper) and not (sys.stderr.isatty() or sys.stderr.write_through):
+        sys.stderr.flush()
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_Dropping(_STDERR, "w", closefd=False)),
+            encoding=sys.stderr.encoding,
+            errors=sys.stderr.errors,
+            line_buffering=True,
+        )
+
+
+class _Dropping(io.FileIO):
+    """A file that drops what a full disk does not take.
+
+    Otherwise the text would stay in the buffer of ``sys.stderr``, and fail again in all code that flushes it:
+    multiprocessing does so before it starts a rank.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Write data, and return the number of bytes written or dropped. Raises: OSError, unless the disk is full."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return len(data)
 
 
 class ReservedOutput:

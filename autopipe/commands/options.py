@@ -237,6 +237,11 @@ def exclusive_pair(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return next((pair for pair in _EXCLUSIVE if all(options.get(name) not in (None, ()) for name in pair)), None)
 
 
+def excluded_by(name: str) -> tuple[str, ...]:
+    """Return the options that cannot be given together with this one."""
+    return tuple(other for pair in _EXCLUSIVE if name in pair for other in pair if other != name)
+
+
 def _given(options: Mapping[str, Any], **fields: str) -> dict[str, Any]:
     """Return field -> value of the options that are given; ``fields``: field -> option."""
     return {field: options[option] for field, option in fields.items() if options.get(option) is not None}

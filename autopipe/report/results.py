@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
@@ -265,3 +265,72 @@ class PlainResult:
     steps: int  # that the script trains
     lines: int  # of the file
     notes: tuple[str, ...] = ()  # differences between the script and the run
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One job of a sweep."""
+
+    number: int  # from 1, in the order of the file
+    name: str
+    target: str
+    settings: dict[str, Any]  # the options that its grid or list gives
+    status: str  # waiting, running, paused (until the jobs are compared), done, failed, or dropped by the comparison
+    step: int  # optimizer steps done
+    steps: int  # of the complete job; 0: not known
+    loss: float | None  # of the last step
+    metric: float | None  # lower is better
+    samples_per_second: float | None  # of its last lease
+    seconds: float  # on devices, with the start of each lease
+    leases: int  # how often it was started
+    devices: str  # on which it runs, or ran last
+    seconds_left: float | None  # predicted; None if its length is not known
+    run_dir: str
+    error: str  # why it failed
+
+
+@dataclass(frozen=True, slots=True)
+class SweepEvent:
+    """Something that happened to a job."""
+
+    seconds: float  # since the sweep began
+    job: str
+    what: str  # started, stopped, paused, done, failed, dropped or retried
+    devices: str
+    step: int  # optimizer steps done
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The result of ``sweep``."""
+
+    jobs: tuple[SweepRow, ...]  # best first; those without a metric last
+    metric: str  # what ``SweepRow.metric`` is
+    seconds: float
+    directory: str
+    results: str  # the path of results.csv
+    stopped: bool = False  # a stop was requested, and every job has a checkpoint (exit code 75)
+    events: tuple[SweepEvent, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLease:
+    """A job on its devices for some time, in a predicted timetable."""
+
+    job: str
+    devices: tuple[int, ...]
+    start: float  # seconds after the start of the sweep
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """The predicted course of a sweep."""
+
+    leases: tuple[PlannedLease, ...]
+    seconds: float  # until all jobs are done
+    bound: float  # no order of the jobs is faster: the sum over the devices, or the longest job
+    step_seconds: dict[str, float]  # by job
+    notes: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)  # job -> why it could not be prepared

@@ -19,6 +19,7 @@ from benchmarks.speed.cases.growth import Growth
 from benchmarks.speed.cases.host_cost import HostCost
 from benchmarks.speed.cases.planner import Planner
 from benchmarks.speed.cases.real import Real
+from benchmarks.speed.cases.scripts import Scripts
 from benchmarks.speed.report import Turn, page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "e": Generated,
     "f": Growth,
     "g": Planner,
+    "h": Scripts,
 }
 
 

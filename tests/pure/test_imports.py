@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "launch": {*_RUN, "report"},
     "script": _RUN,
     "commands": {*_RUN, "report", "verify", "launch", "script"},
+    "sweep": {*_RUN, "report", "verify", "launch", "commands"},
     "pipeline": {"errors", "commands", "report"},
 }
 

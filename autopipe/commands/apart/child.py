@@ -25,6 +25,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
+        self._stop = False
 
     def progress(self, what: str, fraction: float) -> None:
         """Report progress, as ``commands.settings.Progress``."""
@@ -40,6 +41,15 @@ class Link:
         self.send(kind, asks=True, **fields)
         self._connection.recv_bytes()
 
+    def stop_requested(self) -> bool:
+        """Return whether the command has sent ``STOP``. A function that asks (``ask``) must not call this."""
+        if not self._stop and self._connection.poll():
+            self._stop = self._connection.recv_bytes() == STOP
+        return self._stop
+
+
+STOP = b"stop"
+"""The message that requests a function to stop, if it supports that; see ``Link.stop_requested``."""
 
 Function = Callable[[Any, Link], Any]
 """What runs in the process: takes the task and the link, and returns JSON values."""

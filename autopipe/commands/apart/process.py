@@ -63,40 +63,49 @@ def run_apart(
 
     Raises: the errors of the function and of ``handle``.
     """
-    text = json.dumps(
-        {
-            "function": f"{function.__module__}:{function.__name__}",
-            "task": task,
-            "folder": str(Path.cwd()),
-            "threads": torch.get_num_threads(),
-            "log_level": logging.getLogger("autopipe").getEffectiveLevel(),
-        }
-    )
-    process = _forked_or_new()
+    process = forked_or_new()
     try:
-        answer = process.converse(text, handle)
+        answer = process.converse(request(function, task, threads=torch.get_num_threads()), handle)
     finally:
         process.end()
     if answer is None:
-        code = process.exit_code
-        if code == EXIT_CODE:
-            raise RunError(WHAT, remedy=REMEDY)
-        remedy = _KILLED if code == -signal.SIGKILL else _CRASHED
-        raise failure(f"{doing}: {death(code)}", remedy="; or ".join(filter(None, [remedy, instead])))
+        raise ended_early(process.exit_code, doing, failure, instead)
     if answer["kind"] == "error":
         raise restored(answer["error"])
     return answer["value"]
 
 
-class _Process:
-    """The process."""
+def ended_early(
+    code: int | None, doing: str, failure: type[AutopipeError] = RunError, instead: str = ""
+) -> AutopipeError:
+    """Return the error of a process that ended without an answer. The arguments are those of ``run_apart``."""
+    if code == EXIT_CODE:
+        return RunError(WHAT, remedy=REMEDY)
+    remedy = _KILLED if code == -signal.SIGKILL else _CRASHED
+    return failure(f"{doing}: {death(code)}", remedy="; or ".join(filter(None, [remedy, instead])))
+
+
+def request(function: Function, task: Any, *, threads: int) -> bytes:
+    """Return the message that makes a process call a function of a module. ``threads``: those that torch may use."""
+    fields = {
+        "function": f"{function.__module__}:{function.__name__}",
+        "task": task,
+        "folder": str(Path.cwd()),
+        "threads": threads,
+        "log_level": logging.getLogger("autopipe").getEffectiveLevel(),
+    }
+    return json.dumps(fields).encode()
+
+
+class ApartProcess:
+    """A process that runs one function: the first message that it receives is a ``request``."""
 
     def __init__(self, process: subprocess.Popen[bytes] | ForkServerProcess, connection: Connection) -> None:
         self.process = process
-        self._connection = connection
+        self.connection = connection
 
     @classmethod
-    def forked(cls) -> _Process:
+    def forked(cls) -> ApartProcess:
         """Fork it from the server of the ranks. Raises: EOFError or OSError if the server has ended."""
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
@@ -106,7 +115,7 @@ class _Process:
         return cls(process, ours)
 
     @classmethod
-    def new(cls) -> _Process:
+    def new(cls) -> ApartProcess:
         """Start a new one, which imports what this process can import."""
         ours, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100  # "" is this folder
@@ -132,9 +141,9 @@ class _Process:
         """Its exit code once it has ended, below 0 for the number of a signal."""
         return self.process.returncode if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
-    def converse(self, text: str, handle: Handler) -> dict[str, Any] | None:
-        """Send the task, and handle messages until the last one, which is returned; None if it ends before that."""
-        self._send(text.encode())
+    def converse(self, text: bytes, handle: Handler) -> dict[str, Any] | None:
+        """Send the request, and handle messages until the last one, which is returned; None if it ends before that."""
+        self.send(text)
         while (message := self._next()) is not None:
             if message["kind"] in ("done", "error"):
                 break
@@ -147,25 +156,26 @@ class _Process:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 alive = self.is_alive  # before the poll: what it sent last has arrived then
-                if self._connection.poll(_POLL_SECONDS):
-                    message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                if self.connection.poll(_POLL_SECONDS):
+                    message: dict[str, Any] = json.loads(self.connection.recv_bytes())
                     return message
                 if not alive:
                     break
         return None
 
-    def _send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
+        """Send it a message, unless it has ended."""
         with contextlib.suppress(ConnectionError):  # it has ended, which ``_next`` notices
-            self._connection.send_bytes(message)
+            self.connection.send_bytes(message)
 
     def _handle(self, message: dict[str, Any], handle: Handler) -> None:
         kind, asks = message.pop("kind"), message.pop("asks", False)
         if kind == "log":
-            logging.getLogger(message["name"]).log(message["level"], "%s", message["text"])
+            log(message)
         else:
             handle(kind, message)
         if asks:
-            self._send(b"accepted")
+            self.send(b"accepted")
 
     def _join(self) -> None:
         if isinstance(self.process, subprocess.Popen):
@@ -182,11 +192,17 @@ class _Process:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()  # a forked process may not have its own group yet
             self._join()
-        self._connection.close()
+        self.connection.close()
 
 
-def _forked_or_new() -> _Process:
+def log(message: dict[str, Any]) -> None:
+    """Write a record of the process's log to the log of this one."""
+    logging.getLogger(message["name"]).log(message["level"], "%s", message["text"])
+
+
+def forked_or_new() -> ApartProcess:
+    """Return a process: forked from the server of the ranks if that runs, else a new one."""
     if fork_server_runs():
         with contextlib.suppress(EOFError, OSError):  # the fork server was killed meanwhile
-            return _Process.forked()
-    return _Process.new()
+            return ApartProcess.forked()
+    return ApartProcess.new()

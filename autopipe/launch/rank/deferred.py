@@ -97,11 +97,13 @@ class _Deferred(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         # not super(): another thread may replace the class meanwhile
-        if name in _OF_THE_OBJECT or (_is_alone(self, name) and name in self.__dict__):
+        if name in _OF_THE_OBJECT:
             return ModuleType.__getattribute__(self, name)
-        instead = _INSTEAD[self.__name__].get(name)
-        if instead is not None and not _is_loading_here(self):
+        instead = _INSTEAD[ModuleType.__getattribute__(self, "__name__")].get(name)
+        if instead is not None and not (_LOADING and _is_loading_here(self)):  # each backward comes here
             return functools.partial(instead, self)
+        if _is_alone(self, name) and name in self.__dict__:
+            return ModuleType.__getattribute__(self, name)
         _load(self)
         return ModuleType.__getattribute__(self, name)
 

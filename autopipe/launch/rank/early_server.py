@@ -79,6 +79,7 @@ def _serve(listener: int, alive: int, parent: int, arguments: tuple[int, int]) -
         die_with_parent()
         if os.getppid() == parent:
             atexit.unregister(shutil.rmtree)  # the parent's folder of sockets
+            gc.enable()  # the parent disables it for its imports
             _hide_arguments(*arguments)
             forkserver.main(listener, alive, [])
     finally:

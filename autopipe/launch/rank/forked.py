@@ -174,12 +174,13 @@ def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) 
     )
 
 
-def preload() -> None:
+def preload(also: Sequence[str] = ()) -> None:
     """Start the fork server, which imports torch in the background, unless it runs (see ``early_server``).
 
-    It ignores the signals that request the end of a run: this process handles them.
+    It ignores the signals that request the end of a run: this process handles them. ``also``: further modules that it
+    imports.
     """
-    prepare_fork_server()
+    prepare_fork_server(also)
     with stop_signals_blocked():
         forkserver.ensure_running()
 
@@ -189,10 +190,10 @@ def fork_server_runs() -> bool:
     return FORK_SERVER._forkserver_pid is not None
 
 
-def prepare_fork_server() -> None:
+def prepare_fork_server(also: Sequence[str] = ()) -> None:
     """Set up what the fork server needs: a folder for its socket, the modules that it imports, the resource tracker."""
     _shorten_socket_paths()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *also])
     with stop_signals_blocked():  # the resource tracker unblocks only the signals that it ignores
         resource_tracker.ensure_running()
 

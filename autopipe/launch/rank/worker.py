@@ -71,7 +71,7 @@ def rank_main(text: str, connection: Connection, listener: socket.socket | None 
     allow_children()
     leave_signals_to_supervisor()
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
-    _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
+    redirect_output(RunDirectory(Path(spec.run)).log(spec.rank))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     reporter = _Pipe(connection, Heartbeats(Path(spec.heartbeats), spec.world_size), spec.rank)
@@ -176,8 +176,8 @@ def _connect(
         raise translate(error) from error
 
 
-def _redirect(path: Path) -> None:
-    """Redirect the output of the process to its log file, including that of native code."""
+def redirect_output(path: Path) -> None:
+    """Redirect the output of this process to a log file, including that of native code."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

@@ -28,13 +28,15 @@ import torch.distributed as dist
 from autopipe.ir.channel import FIGURES, Channel
 from autopipe.runtime.transport.base import Pending, TransportClosed
 from autopipe.runtime.transport.communicators import Communicators
-from autopipe.runtime.transport.host_messages import ArrivingMessage, host_message
+from autopipe.runtime.transport.host_messages import ArrivingMessage, HostMessage, host_message
 from autopipe.runtime.transport.nccl import NcclTransfers
 from autopipe.runtime.transport.rank_order import OrderedSums
 from autopipe.strides import Layout, packed, unpacked
 
-# the most that is kept of small sends before a thread waits for them
+# the most that is kept of sends before a thread waits for them: these bytes and sends, or this many of larger tensors
 _KEPT_BYTES, _KEPT_SENDS = 1 << 14, 64
+_KEPT_LARGE, _KEPT_LARGE_BYTES = 4, 1 << 22
+_KEPT_MESSAGES = 4096  # whose way of travelling is known
 
 CONNECT_SECONDS = 300.0
 """How long the first message of a communicator may take, by default."""
@@ -126,7 +128,7 @@ class _Departures:
     thread waits for the sends in order. The next ``check`` raises their failure.
 
     Each wakeup of the thread takes the interpreter from the rank, which costs more than a small send. So the thread
-    gets small tensors by the dozen.
+    gets several tensors at a time, which keep their memory until then.
     """
 
     def __init__(self) -> None:
@@ -138,10 +140,13 @@ class _Departures:
         self._thread.start()
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
-        """Keep a tensor until its send is complete, a small one a few sends longer."""
+        """Keep a tensor until its send is complete, and a few sends longer unless it is very large."""
         self._recent.append((work, tensor))
         self._recent_bytes += tensor.nbytes
-        if self._recent_bytes > _KEPT_BYTES or len(self._recent) >= _KEPT_SENDS:
+        if (
+            self._recent_bytes > max(_KEPT_BYTES, min(_KEPT_LARGE * tensor.nbytes, _KEPT_LARGE_BYTES))
+            or len(self._recent) >= _KEPT_SENDS
+        ):
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -205,6 +210,8 @@ class ProcessTransport:
         self._sums: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): None}  # the default group
         self._sums |= {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
+        # by the identity of a channel and of layouts, which it keeps alive
+        self._known: dict[tuple[int, int], tuple[Channel, Sequence[Layout], tuple[HostMessage, int] | None]] = {}
         self._departures = _Departures()
         self._nccl = (
             None if communicators is None else NcclTransfers(communicators, self.rank, self.device, timeout_seconds)
@@ -231,11 +238,12 @@ class ProcessTransport:
 
     def send_message(self, channel: Channel, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         """Start the transfer of the values of a message: together over NCCL; between CPU ranks, the small ones."""
-        if channel in self._by_host:
+        by_host = self._host_message(channel, layouts)
+        if by_host is not None:
             self._departures.check()
-            packets, tag = host_message(tuple(layouts)).packets(tensors), self._tags[channel]
+            message, tag = by_host
             try:
-                for packet in packets:
+                for packet in message.packets(tensors):
                     self._departures.add(self._gloo.send([packet], channel.to_rank, tag), packet)
             except RuntimeError as error:
                 raise translate(error) from error
@@ -251,6 +259,22 @@ class ProcessTransport:
         for tensor, layout in filled:
             elements = _on_host(packed(tensor, layout.order)) if tensor.is_cuda else tensor.contiguous()
             self._send_by_gloo(channel, elements)
+
+    def _host_message(self, channel: Channel, layouts: Sequence[Layout]) -> tuple[HostMessage, int] | None:
+        """Return how a message between CPU ranks travels, and its tag; None for other channels.
+
+        The steps of a row have the same objects in every minibatch, so they are found by identity.
+        """
+        key = id(channel), id(layouts)
+        known = self._known.get(key)
+        if known is None:
+            message = host_message(tuple(layouts)) if channel in self._by_host else None
+            known = channel, layouts, None if message is None else (message, self._tags[channel])
+            if isinstance(layouts, tuple):
+                if len(self._known) >= _KEPT_MESSAGES:
+                    self._known.clear()
+                self._known[key] = known
+        return known[2]
 
     @functools.cached_property
     def _gloo(self) -> Any:
@@ -270,13 +294,15 @@ class ProcessTransport:
 
     def receive_message(self, channel: Channel, layouts: Sequence[Layout]) -> list[Pending]:
         """Post the receives of the values of a message, in the order in which they are sent."""
-        if channel in self._by_host:
-            gloo, sender, tag = self._gloo, channel.from_rank, self._tags[channel]
+        by_host = self._host_message(channel, layouts)
+        if by_host is not None:
+            message, tag = by_host
+            gloo, sender = self._gloo, channel.from_rank
             try:
-                message = host_message(tuple(layouts)).receive(lambda buffer: gloo.recv([buffer], sender, tag))
+                arriving = message.receive(lambda buffer: gloo.recv([buffer], sender, tag))
             except RuntimeError as error:
                 raise translate(error) from error
-            return [_Value(message, index) for index in range(len(layouts))]
+            return [_Value(arriving, index) for index in range(len(layouts))]
         device = self._arrives_on(channel)
         nccl = self._nccl if device.type == "cuda" and self._by_nccl(channel) else None
         if nccl is None:

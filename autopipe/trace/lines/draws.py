@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in, users_frame
 from autopipe.trace.lines.owner import STANDARD, library_of
+from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.record.recorder import Recorder
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the functions of the module
@@ -37,19 +38,19 @@ class DrawingLine:
         self._frame: FrameType | None = None  # frame of the current line
         self._line = 0
         self._traced: dict[str, bool] = {}
-        self._before: tuple[Any, Any] = None, None
+        self._before: Any = None  # the trace function of the caller
+        self._profiler = profiled_by(self._profiled if drawn is None else None)
 
     def __enter__(self) -> DrawingLine:
-        self._before = sys.getprofile(), sys.gettrace()
-        if self._drawn is None:
-            sys.setprofile(self._profiled)
-        else:
+        self._before = sys.gettrace()
+        self._profiler.__enter__()
+        if self._drawn is not None:
             sys.settrace(self._called)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.setprofile(self._before[0])
-        sys.settrace(self._before[1])
+        self._profiler.__exit__(None, None, None)
+        sys.settrace(self._before)
 
     def _profiled(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call" or self.where or getattr(function, "__self__", None) is not _PYTHONS:

@@ -6,7 +6,6 @@ reads it. To find out, forward and loss run with a placeholder that fails on any
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.state.check import Look
 from autopipe.trace.state.observing.observe import is_users_file
 from autopipe.workload import Item, Workload
@@ -84,16 +84,13 @@ def _runs(look: Look, item: Item, seen: list[str]) -> bool:
         if code.co_name.startswith("<") or _holds(frame.f_locals, _DEEPEST):
             seen.append("type")  # type(value), which an object cannot intercept
 
-    before = sys.getprofile()
     with look.restored():
-        sys.setprofile(profile)
         try:
-            for _ in range(2):
-                look.run(item)
+            with profiled_by(profile):
+                for _ in range(2):
+                    look.run(item)
         except Exception:
             return False
-        finally:
-            sys.setprofile(before)
     return not seen
 
 

@@ -91,9 +91,9 @@ def test_a_loss_that_is_not_a_number_is_reported_the_same(commands: Commands, mo
 def test_the_processes_have_ended_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    start, pids, at_start = process._forked_or_new, [], []
+    start, pids, at_start = process.forked_or_new, [], []
 
-    def noted() -> process._Process:
+    def noted() -> process.ApartProcess:
         started = start()
         pids.append(started.process.pid)
         return started
@@ -102,7 +102,7 @@ def test_the_processes_have_ended_before_a_rank_starts(tmp_path: Path, monkeypat
         if kind == "start":
             at_start.extend(pid for pid in pids if psutil.pid_exists(pid))
 
-    monkeypatch.setattr(process, "_forked_or_new", noted)
+    monkeypatch.setattr(process, "forked_or_new", noted)
     pipe = Pipeline("model.py", gpus=2, batch_size=8, num_microbatches=4, device="cpu", replicas="never")
     assert len(pipe.train(steps=1, on_event=watch).losses) == 1
     assert len(pids) == 2 and not at_start  # one measures, one compares

@@ -81,8 +81,31 @@ def test_a_full_disk_for_standard_output_is_reported(folder: Path) -> None:
     assert "--work-dir" not in done.stderr
 
 
-def test_a_full_disk_for_standard_error_does_not_end_a_run(folder: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_for_standard_error_does_not_end_a_run(folder: Path, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = call(folder, *training(steps=2, run="full"), "--no-check", stdout=subprocess.PIPE, stderr=full)
+        words = (*training(steps=2, run=f"full{unbuffered}"), "--no-check")
+        done = call(folder, *words, env={"PYTHONUNBUFFERED": unbuffered}, stdout=subprocess.PIPE, stderr=full)
     assert done.returncode == 0
     assert "2 steps in" in done.stdout
+
+
+COLLECTS = """
+import gc
+quiet_data = data
+def data(batch_size=8):
+    for item in quiet_data(batch_size):
+        print(f"garbage collection: {gc.isenabled()}", flush=True)
+        yield item
+"""
+
+
+def test_ranks_collect_garbage(tmp_path: Path) -> None:
+    write_model(tmp_path, steps=20)
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(COLLECTS)
+    done = call(tmp_path, *training(steps=2), "--no-check", capture_output=True)
+    assert done.returncode == 0, done.stderr
+    logs = [(tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert "garbage collection: True" in logs[0]
+    assert not [log for log in logs if "garbage collection: False" in log]

@@ -1,5 +1,7 @@
 """Errors name the line that draws or decides; for a line of a library, the line of the model comes first."""
 
+import contextlib
+import cProfile
 import importlib
 import re
 import sys
@@ -143,6 +145,16 @@ def test_tracing_and_profiling_functions_are_restored(drawn, model_of):
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+
+
+@pytest.mark.parametrize("drawn", ["", " * random()"])
+def test_a_capture_runs_under_a_profiler_that_is_no_function(drawn, model_of):
+    profiler = cProfile.Profile()
+    with profiler:
+        with contextlib.nullcontext() if not drawn else pytest.raises(TraceError, match="draws from"):
+            capture(Toy(model_of(f"return x.mean(){drawn}"), vectors))
+        assert sys.getprofile() is not None  # it profiles again
+    assert any("capture" in str(entry.code) for entry in profiler.getstats())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import sysconfig
 import types
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from autopipe.errors import TraceError
 from autopipe.trace.explain import here, is_users
+from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.state.observing import bytecode
 
 _MOST_FRAMES = 32  # calls of one function whose arguments are kept
@@ -117,12 +117,8 @@ def observed(
         elif ran.frames < _MOST_FRAMES and ran.keep(frame.f_locals):
             first(ran)
 
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
+    with profiled_by(profile):
         return call()
-    finally:
-        sys.setprofile(before)
 
 
 def refuse_seed() -> NoReturn:

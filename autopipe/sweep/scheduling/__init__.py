@@ -1,0 +1,1 @@
+"""Which job runs on which device: a pure function, and its simulator."""

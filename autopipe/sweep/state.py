@@ -1,0 +1,191 @@
+"""What is known of each job, and the files of a sweep's folder.
+
+::
+
+    SWEEPDIR/
+      sweep.json       every job's record; what --resume reads
+      results.csv      the same as a table, one row a job
+      shared/DIGEST/   profile, plan and stage files of the jobs with one structure
+      jobs/0003-lr=0.001/   work directory and run of a job; output.log
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.errors import RunError
+from autopipe.ir import artifact
+from autopipe.report.results import SweepRow
+from autopipe.sweep.file import SweepJob
+
+WAITING, RUNNING, PAUSED, DONE, FAILED, DROPPED = "waiting", "running", "paused", "done", "failed", "dropped"
+ENDED = (DONE, FAILED, DROPPED)
+# steps whose mean is the metric ``loss``: the loss of a single minibatch is mostly noise
+MEAN_STEPS = 10
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What is known of a job. ``paused``: it waits at a step where the jobs are compared."""
+
+    name: str
+    digest: str  # of its target and options
+    status: str = WAITING
+    rung: int = 0  # the comparisons that it has passed
+    step: int = 0  # optimizer steps done
+    steps: int = 0  # of the complete job; 0: not known
+    loss: float | None = None  # of the last step
+    metric: float | None = None
+    samples_per_second: float | None = None  # of its last lease
+    seconds: float = 0.0  # on devices, with the start of each lease
+    leases: int = 0
+    devices: str = ""  # on which it runs, or ran last
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepState:
+    """The records of all jobs."""
+
+    jobs: tuple[JobRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The paths of a sweep."""
+
+    path: Path
+
+    @property
+    def state(self) -> Path:
+        """The records of the jobs."""
+        return self.path / "sweep.json"
+
+    @property
+    def results(self) -> Path:
+        """The table of the jobs."""
+        return self.path / "results.csv"
+
+    def shared(self, digest: str) -> Path:
+        """Return the work directory in which the jobs of a structure are prepared."""
+        return self.path / "shared" / digest
+
+    def job(self, job: SweepJob) -> Path:
+        """Return the work directory of a job."""
+        return self.path / "jobs" / job.folder
+
+    def run(self, job: SweepJob) -> Path:
+        """Return the directory of a job's run."""
+        return self.job(job) / "run"
+
+    def log(self, job: SweepJob) -> Path:
+        """Return the file for what a job prints, besides the logs of its ranks."""
+        return self.job(job) / "output.log"
+
+
+def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[JobRecord]:
+    """Return the records of the jobs: new ones, or with ``resume`` those of the folder. Failed jobs are tried again.
+
+    Raises: RunError if the folder has a sweep and ``resume`` is not given, or has none; or if a job has changed.
+    """
+    fresh = [JobRecord(job.name, job.digest) for job in jobs]
+    stored: SweepState | None = None
+    if folder.state.is_file():
+        stored = artifact.load(SweepState, folder.state, renew="autopipe sweep SWEEP.toml with another --sweep-dir")
+    if not resume:
+        if stored is not None and any(job.leases for job in stored.jobs):
+            raise RunError(
+                f"{folder.path} already contains a sweep",
+                remedy="add --resume to continue it, or choose another --sweep-dir",
+            )
+        return fresh
+    if stored is None:
+        raise RunError(f"there is no sweep in {folder.path} to resume", remedy="omit --resume")
+    known = {job.name: job for job in stored.jobs}
+    for job in jobs:
+        if job.name in known and known[job.name].digest != job.digest and known[job.name].leases:
+            raise RunError(
+                f"the options of {job.name} differ from those with which the sweep trained it",
+                where=job.place,
+                remedy="restore them, give the job another name, or choose another --sweep-dir",
+            )
+    return [_continued(known[job.name]) if job.name in known and known[job.name].leases else job for job in fresh]
+
+
+def _continued(record: JobRecord) -> JobRecord:
+    """Return the record of an earlier invocation, ready to go on."""
+    if record.status in (RUNNING, FAILED):
+        return dataclasses.replace(record, status=WAITING, error="")
+    return record
+
+
+def save(folder: Folder, records: Sequence[JobRecord], rows: Sequence[SweepRow]) -> None:
+    """Write the records and the table, each atomically."""
+    artifact.save(SweepState(tuple(records)), folder.state)
+    artifact.write_text(folder.results, _csv(rows))
+
+
+def _csv(rows: Sequence[SweepRow]) -> str:
+    import pandas as pd
+
+    settings = dict.fromkeys(name for row in rows for name in row.settings)
+    table = [
+        {
+            "job": row.number,
+            "name": row.name,
+            **{name: row.settings.get(name) for name in settings},
+            **{column: getattr(row, column) for column in _COLUMNS},
+        }
+        for row in rows
+    ]
+    return str(pd.DataFrame(table).to_csv(index=False))
+
+
+_COLUMNS = (
+    *("status", "step", "steps", "loss", "metric", "samples_per_second", "seconds", "leases", "devices"),
+    *("target", "run_dir", "error"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The last figures of a run, from its metrics file."""
+
+    step: int = 0  # optimizer steps done
+    loss: float | None = None
+    mean: float | None = None  # of the last ``MEAN_STEPS`` losses; None if one of them is not finite
+    evaluation: float | None = None
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Return the last figures of a run."""
+    losses: dict[int, float] = {}
+    evaluation: float | None = None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return Metrics()
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except ValueError:  # the run was killed while it wrote the line
+            continue
+        if "loss" in fields:
+            losses[fields["step"]] = math.nan if fields["loss"] is None else fields["loss"]
+        elif "evaluation_loss" in fields:
+            evaluation = fields["evaluation_loss"]
+    if not losses:
+        return Metrics(evaluation=evaluation)
+    last = [losses[step] for step in sorted(losses)[-MEAN_STEPS:]]
+    mean = sum(last) / len(last)
+    return Metrics(max(losses) + 1, finite(last[-1]), finite(mean), evaluation)
+
+
+def finite(value: float) -> float | None:
+    """Return a number, None for NaN and infinities, which JSON cannot represent."""
+    return value if math.isfinite(value) else None
