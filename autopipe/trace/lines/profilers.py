@@ -21,4 +21,4 @@ def profiled_by(profile: Callable[..., Any] | None) -> Iterator[None]:
             sys.setprofile(before)
         elif profile is not None:
             sys.setprofile(None)
-            before.enable()  # a C profiler is no function
+            before.enable()  # it is not a function
