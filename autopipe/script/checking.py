@@ -29,7 +29,7 @@ from autopipe.script.codec import same_bytes
 from autopipe.script.controller import Controller
 from autopipe.script.execution import execute
 from autopipe.script.patches import Patches
-from autopipe.script.weights import named_tensors
+from autopipe.script.state.weights import named_tensors
 from autopipe.script.wire import GoneError, Wire
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import AutopipeError, TraceError, WorkerError
-from autopipe.script import remote
 from autopipe.script.batches.parts import Parts
-from autopipe.script.capture import Program, Recording, autocast_now, plan_of, program_of, record, remapped
-from autopipe.script.codec import UnsendableError, same_bytes
-from autopipe.script.fingerprint import fingerprint, hooks_of, signature_of
-from autopipe.script.gradients import Gradients
+from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
+from autopipe.script.calls.programs import Programs
+from autopipe.script.calls.randomness import states_of
 from autopipe.script.lazy import Holders, Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
-from autopipe.script.randomness import states_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
-from autopipe.script.remote import plain
-from autopipe.script.settings import Regions, settings_now
-from autopipe.script.weights import Weights, named_tensors
-
-MOST_PROGRAMS = 64
-"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; training is refused."""
-
-MOST_EVALUATIONS = 16
-"""Signatures without gradients among them: text that is generated has another length in every call."""
+from autopipe.script.settings import Regions, autocast_now, settings_now
+from autopipe.script.state import remote
+from autopipe.script.state.gradients import Gradients
+from autopipe.script.state.remote import plain
+from autopipe.script.state.weights import Weights, named_tensors
 
 
 class Controller:
@@ -41,7 +32,7 @@ class Controller:
         self.model, self.count, self.timeout, self.notes = model, count, timeout, notes
         self.folder = folder
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self.programs: dict[Hashable, Program | None] = {}  # None: this call runs here
+        self.programs = Programs(self)
         self.first: Recording | None = None
         self.changes = 0  # how often a value on the last rank was changed in place
         self.shared: set[int] = set()  # values that share memory with others
@@ -147,7 +138,7 @@ class Controller:
     def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[Program, int, list[int]] | None:
         """Send a forward: its program, its call, and the numbers of its outputs. None: the call cannot be recorded."""
         flat, form = pytree.tree_flatten((args, kwargs))
-        program = self._program(flat, form, args, kwargs, grad=grad)
+        program = self.programs.of(flat, form, args, kwargs, grad=grad)
         if program is None:
             return None
         self._sync_flags()
@@ -194,75 +185,11 @@ class Controller:
         self.weights.push()
         return result
 
-    def _program(self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool) -> Program | None:
-        signature = signature_of(flat, form, self.model)
-        if signature is None:
-            self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
-            return None
-        if signature in self.programs:
-            program = self.programs[signature]
-            if program is None or self._same_constants(program):
-                return program
-        self._check_tensors()
-        evaluations = sum(key[-1] is False for key in self.programs)  # type: ignore[index]  # tuples
-        if len(self.programs) >= MOST_PROGRAMS or (not grad and evaluations >= MOST_EVALUATIONS):
-            if grad:
-                raise refused(f"the model was called in more than {MOST_PROGRAMS} forms (shapes, modes, attributes)")
-            self.programs[signature] = None
-            return None
-        recorded: Program | None = None
-        try:
-            recorded = self._recorded(args, kwargs)
-        except WorkerError:
-            raise
-        except (AutopipeError, UnsendableError) as error:
-            self._impossible(error, grad)
-        self.programs[signature] = recorded
-        return recorded
-
-    def _impossible(self, error: Exception, grad: bool) -> None:
-        """Raise for a training call that cannot run in stages; note one without gradients, which runs here."""
-        what = error.what if isinstance(error, AutopipeError) else str(error)
-        if grad:
-            where = error.where if isinstance(error, AutopipeError) else ""
-            wrong = refused(f"this call of the model cannot run in stages: {what}")
-            wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
-            raise wrong from error
-        self.notes.here(place(), what)
-
-    def _recorded(self, args: Any, kwargs: Any) -> Program:
-        hooked = hooks_of(self.model)
-        if hooked:
-            raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
-        before = fingerprint(self.model)
-        with plain(self.tensors()):
-            recording = record(self.model, args, kwargs)
-            if fingerprint(self.model) != before:
-                raise TraceError("the forward changes attributes of the model, which would happen only once")
-            number = len(self.programs)
-            if self.first is None:
-                plan = plan_of(recording, self.count)
-                self._start(recording)
-            else:
-                assert self.plan is not None
-                plan = remapped(self.first, self.plan, recording)
-            assert self.ranks is not None
-            program = program_of(recording, number, plan, self.ranks.folder)
-            if self.first is None:
-                self.first, self.plan = recording, plan
-                self._own(plan)
-            self._ship(program)
-        return program
-
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by first name."""
         return self.weights.tensors if self.ranks is not None else named_tensors(self.model)
 
-    def _same_constants(self, program: Program) -> bool:
-        now = program.recording.capture.constants
-        return all(same_bytes(now[name].detach(), copy) for name, copy in program.recording.constants.items())
-
-    def _check_tensors(self) -> None:
+    def check_tensors(self) -> None:
         """Refuse parameters and buffers that were not there at the start."""
         if self.ranks is None:
             return
@@ -272,7 +199,23 @@ class Controller:
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def _start(self, recording: Recording) -> None:
+    def cut(self, recording: Recording, number: int) -> Program:
+        """Cut a recording into stages, and send each rank its part. The first one starts the ranks."""
+        if self.first is None:
+            plan = plan_of(recording, self.count)
+            self._start()
+        else:
+            assert self.plan is not None
+            plan = remapped(self.first, self.plan, recording)
+        assert self.ranks is not None
+        program = program_of(recording, number, plan, self.ranks.folder)
+        if self.first is None:
+            self.first, self.plan = recording, plan
+            self._own(plan)
+        self._ship(program)
+        return program
+
+    def _start(self) -> None:
         tensors = named_tensors(self.model)
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu":

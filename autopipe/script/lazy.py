@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.codec import UnsendableError, Value
 from autopipe.script.refusals import refused
-from autopipe.script.remote import METADATA, METADATA_CALLS, is_remote, tracked
+from autopipe.script.state.remote import METADATA, METADATA_CALLS, is_remote, tracked
 from autopipe.trace.record.targets import property_name, written
 
 if TYPE_CHECKING:

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 
-from autopipe.script import lazy, remote
+from autopipe.script import lazy
 from autopipe.script.batches.parts import Parts
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
-from autopipe.script.optimizers import Copies
 from autopipe.script.refusals import refused
-from autopipe.script.remote import busy, is_remote
+from autopipe.script.state import remote
+from autopipe.script.state.optimizers import Copies
+from autopipe.script.state.remote import busy, is_remote
 
 _CALL = nn.Module.__call__
 
@@ -186,6 +188,7 @@ class Patches:
 
     def _bypasses(self) -> None:
         """Bring what a function of C++ reads without asking the tensor."""
+        _device_constructors()  # torch keeps this set: with the original functions, ``with torch.device(...)`` works
         for place, name in ((torch, "tensor"), (torch, "asarray"), (torch.utils.dlpack, "to_dlpack"),
                             (torch, "to_dlpack")):  # fmt: skip
             original = getattr(place, name)

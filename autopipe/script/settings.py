@@ -48,6 +48,17 @@ def set_all(settings: dict[str, Any]) -> None:
         change(settings[name])
 
 
+Autocast = tuple[tuple[str, torch.dtype, bool], ...]
+"""(device, dtype, cache) of the regions of autocast around a call."""
+
+
+def autocast_now() -> Autocast:
+    """Return the autocast region of the CPU in which the script is, if it is in one."""
+    if not torch.is_autocast_enabled("cpu"):
+        return ()
+    return (("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),)
+
+
 class Regions:
     """The regions of autocast in which the model was called.
 

@@ -15,12 +15,13 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.batches.cutting import Cut, UncutError, cut
 from autopipe.script.batches.samples import ACCUMULATE, batch_norms, check_samples
-from autopipe.script.capture import Program
+from autopipe.script.calls.capture import Program
+from autopipe.script.calls.effects import silent
+from autopipe.script.calls.fingerprint import fingerprint
 from autopipe.script.codec import Value
-from autopipe.script.fingerprint import fingerprint
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
-from autopipe.script.remote import plain
+from autopipe.script.state.remote import plain
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
@@ -71,7 +72,7 @@ class Parts:
         controller = self.controller
         if controller.ranks is not None:
             controller.weights.touch(())
-        with plain(controller.tensors()):
+        with plain(controller.tensors()), silent():
             if check_samples(controller.model, args, kwargs, parts):
                 self._shown.add(form)
 
@@ -128,7 +129,7 @@ class Parts:
             "not bit-equal to python: gradients are sums over parts, in another order. The loss is that of the whole "
             "batch. Evaluation is not cut",
         ]
-        if any(program is not None and program.draws for program in controller.programs.values()):
+        if any(program.draws for program in controller.programs):
             lines.append(
                 "not equal to python: each part draws its random numbers (dropout) after those of the part before"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,25 @@ CASES = {
     "workers": ("images.py", (), "images.pt"),
     "no optimizer": ("recurrent.py", (), ""),
     "trainer": ("trainer.py", (), "trainer.pt"),
+    "mask": ("masked.py", (), "masked.pt"),
+    "vision": ("vision.py", (), "vision_2.pt"),
+    "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),
+    "lightning": ("lightning_boring.py", (), "boring.pt"),
+    "transformers BERT": ("hf_trainer.py", (), "trainer.pt"),
+    "transformers GPT-2": ("hf_trainer.py", ("--language", "--bf16"), "trainer.pt"),
+    "accelerate": ("accelerated.py", (), "accelerated.pt"),
 }
+PACKAGES = {
+    "lightning_boring.py": ("lightning",),
+    "hf_trainer.py": ("transformers", "accelerate"),
+    "accelerated.py": ("accelerate",),
+}
+
+
+def skip_without_packages(script: str) -> None:
+    for package in PACKAGES.get(script, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install {package}")
 
 
 def differences(left: Path, right: Path) -> list[int]:
@@ -30,6 +49,7 @@ def differences(left: Path, right: Path) -> list[int]:
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_script_prints_and_saves_what_it_does_in_python(name: str, stages: int, tmp_path: Path) -> None:
     script, words, saved = CASES[name]
+    skip_without_packages(script)
     plain = by_python(SCRIPTS / script, *words, folder=tmp_path / "plain")
     staged = in_stages(SCRIPTS / script, *words, folder=tmp_path / "staged", stages=stages)
     assert plain.code == 0, plain.errors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.script.fingerprint import fingerprint
+from autopipe.script.calls.fingerprint import fingerprint
 
 weight, factor = 1.0, 2.0
 

@@ -33,6 +33,8 @@ if __name__ == "__main__":
     y = (x.mean((1, 2, 3)) * 100).long().clamp(-4, 5) + 4
     train = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True, num_workers=2)
     test = DataLoader(TensorDataset(x, y), batch_size=50)
+    with torch.device("meta"):
+        print(torch.tensor([1.0]).device, torch.asarray([1.0]).device, torch.ones(1).device)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

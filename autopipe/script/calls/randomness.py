@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.script.capture import Draw
+from autopipe.script.calls.capture import Draw
 from autopipe.trace.graph.replay import context_of
 
 

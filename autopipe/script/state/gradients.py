@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from autopipe.script.codec import same_bytes
-from autopipe.script.weights import storage_uses
+from autopipe.script.state.weights import storage_uses
 
 _OWN_REFERENCES = 3  # the dictionary, the variable of the loop, and the argument of getrefcount
 

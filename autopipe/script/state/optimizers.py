@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopipe.script import remote
 from autopipe.script.codec import UnsendableError, name_of
 from autopipe.script.controller import Controller
 from autopipe.script.refusals import refused
-from autopipe.script.remote import is_remote
-from autopipe.script.states import States
+from autopipe.script.state import remote
+from autopipe.script.state.remote import is_remote
+from autopipe.script.state.states import States
 
 _COUPLED = {"LBFGS": "its step reads all gradients at once", "SparseAdam": "stages exchange dense gradients only"}
 # attributes that torch and its schedulers keep on every optimizer

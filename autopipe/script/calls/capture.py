@@ -24,14 +24,15 @@ from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
+from autopipe.script.calls.effects import EffectError, Effects, UnsettledError, computation, silent
+from autopipe.script.calls.fingerprint import hooks_of
 from autopipe.script.refusals import refused
+from autopipe.script.settings import autocast_now
 from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
 from autopipe.trace.record.follow import follow
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.result import Capture
-
-Autocast = tuple[tuple[str, torch.dtype, bool], ...]  # (device, dtype, cache) of the regions around the call
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,6 @@ class _Call:
         return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
 
 
-def autocast_now() -> Autocast:
-    """Return the autocast region of the CPU in which the script is, if it is in one."""
-    if not torch.is_autocast_enabled("cpu"):
-        return ()
-    return (("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),)
-
-
 def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
     """Return a context in which the autocast regions of the script hold again."""
     stack = contextlib.ExitStack()
@@ -109,11 +103,26 @@ def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
     return stack
 
 
-def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
+def record(model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None = None) -> Recording:
     """Record ``model(*args, **kwargs)`` at these shapes, in the grad mode and autocast region of this moment.
 
-    Raises: TraceError.
+    ``settled``: the calls of a recording that ended with UnsettledError, if the attributes have been set since.
+
+    Raises: TraceError; UnsettledError if the forward sets attributes to constants.
     """
+    hooked = hooks_of(model)
+    if hooked:
+        raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
+    recording, effects, calls = _recorded(model, args, kwargs, settled=settled is not None)
+    if effects.kept:
+        raise UnsettledError(calls)
+    if settled is not None and calls != settled:
+        raise TraceError("the forward computes in another way after it has set attributes of the model")
+    return recording
+
+
+def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tuple[Recording, Effects, list[str]]:
+    """Record once; return also what else the forward does, and its calls that depend on more than constants."""
     flat, form = pytree.tree_flatten((args, kwargs))
     places = {f"input_{i}": i for i, value in enumerate(flat) if isinstance(value, Tensor)}
     leaves = {name: flat[place].detach() for name, place in places.items()}
@@ -125,8 +134,12 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         for name, place in places.items():
             now[place] = item[name]
         again, keywords = pytree.tree_unflatten(now, form)
-        with entered(autocast_now()):  # the recorder sees only regions that begin while it listens
+        effects = Effects(model, settled=settled)
+        # the recorder sees only autocast regions that begin while it listens
+        with entered(autocast_now()), silent():
             output = model(*again, **keywords)
+        effects.after(recorder)
+        results["effects"], results["calls"] = effects, computation(recorder)
         outputs, results["form"] = pytree.tree_flatten(output)
         results["outputs"] = outputs
         tensors = tuple(value for value in outputs if isinstance(value, Tensor))
@@ -141,6 +154,8 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     try:
         # sizes are numbers: a fixed count of samples makes the tracer leave out its symbols
         followed = follow(call, model, leaves, batch=1, forward=forward)  # type: ignore[arg-type]  # it has what is asked
+    except EffectError:
+        raise
     except TraceError:
         # a decision on numbers, such as on a mask that the model keeps, is recorded with a guard
         torch.set_rng_state(state)
@@ -157,7 +172,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
     )
     outputs = results["outputs"]
     memory = [value.untyped_storage()._cdata for value in outputs if isinstance(value, Tensor)]
-    return Recording(
+    recording = Recording(
         capture,
         places,
         tuple(_output(value) for value in outputs),
@@ -166,6 +181,7 @@ def record(model: nn.Module, args: Any, kwargs: Any) -> Recording:
         len(set(memory)) < len(memory) or any(name in places for name in graph.outputs),
         decided,
     )
+    return recording, results["effects"], results["calls"]
 
 
 class Hidden:

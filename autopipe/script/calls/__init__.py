@@ -1,0 +1,1 @@
+"""The call of the model: what decides how it computes, its recording, and what else it would do."""

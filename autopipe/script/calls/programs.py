@@ -1,0 +1,109 @@
+"""``Programs``: the recordings of the calls of a model, by what decides how a call computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from autopipe.errors import AutopipeError, TraceError, WorkerError
+from autopipe.script.calls.capture import Program, Recording, record
+from autopipe.script.calls.effects import DoneError, UnsettledError, settle
+from autopipe.script.calls.fingerprint import signature_of
+from autopipe.script.codec import UnsendableError, same_bytes
+from autopipe.script.refusals import place, refused
+from autopipe.script.state.remote import plain
+
+if TYPE_CHECKING:
+    from autopipe.script.controller import Controller
+
+MOST_PROGRAMS = 64
+"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; training is refused."""
+
+MOST_EVALUATIONS = 16
+"""Signatures without gradients among them: text that is generated has another length in every call."""
+
+
+class Programs:
+    """The programs of one controller, which cuts a recording and sends it to the ranks."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._by_signature: dict[Hashable, Program | None] = {}  # None: this call runs here
+        self._unsettled: dict[Hashable, list[str]] = {}  # signatures whose forward keeps constants -> its calls
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[Program]:
+        return (program for program in self._by_signature.values() if program is not None)
+
+    def of(
+        self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool, settled: list[str] | None = None
+    ) -> Program | None:
+        """Return the program of a call; None for one without gradients that must run here.
+
+        ``flat``, ``form``: the arguments as pytree gives them. ``settled``: as for ``record``.
+
+        Raises: RefusedError for a training call that cannot run in stages.
+        """
+        signature = signature_of(flat, form, self.controller.model)
+        if signature is None:
+            self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
+            return None
+        if signature in self._by_signature:
+            program = self._by_signature[signature]
+            if program is None or _same_constants(program):
+                return program
+        if signature in self._unsettled and settled is None:
+            return self._settle(flat, form, args, kwargs, self._unsettled[signature], grad=grad)
+        self.controller.check_tensors()
+        evaluations = sum(key[-1] is False for key in self._by_signature)  # type: ignore[index]  # tuples
+        if len(self._by_signature) >= MOST_PROGRAMS or (not grad and evaluations >= MOST_EVALUATIONS):
+            if grad:
+                raise refused(f"the model was called in more than {MOST_PROGRAMS} forms (shapes, modes, attributes)")
+            self._by_signature[signature] = None
+            return None
+        program = None
+        try:
+            program = self._recorded(args, kwargs, settled)
+        except UnsettledError as first:
+            self._unsettled[signature] = first.calls
+            return self._settle(flat, form, args, kwargs, first.calls, grad=grad)
+        except WorkerError:
+            raise
+        except DoneError as error:
+            self._impossible(error, True)
+        except (AutopipeError, UnsendableError) as error:
+            self._impossible(error, grad or settled is not None)  # what has been set cannot be taken back
+        self._by_signature[signature] = program
+        return program
+
+    def _settle(
+        self, flat: list[Any], form: Any, args: Any, kwargs: Any, calls: list[str], *, grad: bool
+    ) -> Program | None:
+        """Set the constants that the forward keeps in the model, such as a mask; return the program that reads them."""
+        tensors = self.controller.tensors()
+        if self.controller.ranks is not None:
+            self.controller.weights.touch(tensors)
+        with plain(tensors):
+            settle(self.controller.model, args, kwargs)
+        return self.of(flat, form, args, kwargs, grad=grad, settled=calls)
+
+    def _impossible(self, error: Exception, grad: bool) -> None:
+        """Raise for a training call that cannot run in stages; note one without gradients, which runs here."""
+        what = error.what if isinstance(error, AutopipeError) else str(error)
+        if grad:
+            where = error.where if isinstance(error, AutopipeError) else ""
+            wrong = refused(f"this call of the model cannot run in stages: {what}")
+            wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
+            raise wrong from error
+        self.controller.notes.here(place(), what)
+
+    def _recorded(self, args: Any, kwargs: Any, settled: list[str] | None) -> Program:
+        with plain(self.controller.tensors()):
+            recording: Recording = record(self.controller.model, args, kwargs, settled)
+            return self.controller.cut(recording, next(self._numbers))
+
+
+def _same_constants(program: Program) -> bool:
+    now = program.recording.capture.constants
+    return all(same_bytes(now[name].detach(), copy) for name, copy in program.recording.constants.items())
