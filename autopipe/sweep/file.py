@@ -304,7 +304,13 @@ class _Reader:
             if steps <= sweep.halving.at[-1]:
                 what = f"{job.name} has {counted(steps, 'step')}, and would be compared at {sweep.halving.at[-1]}"
                 self._refuse("stop.at", what, "compare earlier, or train longer")
-        if sweep.metric == "evaluation" and not options.get("eval_every") and steps is None:
+        every = options.get("eval_every")
+        if sweep.metric == "evaluation" and every and sweep.halving is not None:
+            for step in (*sweep.halving.at, steps):
+                if step % every:
+                    what = f"{job.name} is compared at step {step}, and evaluated every {counted(every, 'step')}"
+                    self._refuse(f"{place}.eval-every", what, "let it divide the steps of the comparisons, or omit it")
+        if sweep.metric == "evaluation" and not every and steps is None:
             self._refuse(
                 f"{place}.eval-every",
                 f"the metric is the evaluation, and {job.name} is never evaluated",

@@ -107,7 +107,15 @@ def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[Job
     if stored is None:
         raise RunError(f"there is no sweep in {folder.path} to resume", remedy="omit --resume")
     known = {job.name: job for job in stored.jobs}
+    numbers = {job.name: number for number, job in enumerate(stored.jobs, 1)}
     for job in jobs:
+        number = numbers.get(job.name, job.number)
+        if number != job.number and known[job.name].leases:  # its folder has the number
+            raise RunError(
+                f"{job.name} is job {job.number} of the file, and was job {number} when the sweep trained it",
+                where=job.place,
+                remedy="keep the order of the jobs, and add new ones at the end; or choose another --sweep-dir",
+            )
         if job.name in known and known[job.name].digest != job.digest and known[job.name].leases:
             raise RunError(
                 f"the options of {job.name} differ from those with which the sweep trained it",

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -166,6 +167,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self.error: EffectError | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs the forward. Other threads of the script do what they like."""
+        return threading.get_ident() == self._thread
 
     def refuse(self, what: str) -> None:
         """Refuse what the forward is about to do, so that it is not done."""
@@ -180,7 +187,7 @@ class _Stream(io.TextIOBase):
         self._watch, self._stream, self._name, self._libraries = watch, stream, name, libraries
 
     def write(self, text: str) -> int:
-        if self._libraries and not _line():
+        if not self._watch.is_here or (self._libraries and not _line()):
             return int(self._stream.write(text))
         self._watch.refuse(f"writes {text.strip()[:60]!r} to {self._name}")
         return 0
@@ -199,7 +206,7 @@ _ALLOWED = (
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _watching and event.startswith(_EVENTS) and _line():
+    if _watching and event.startswith(_EVENTS) and _watching[-1].is_here and _line():
         what = f"opens {args[0]!r}" if event == "open" else f"calls {event}"
         _watching[-1].refuse(what)
 
@@ -239,7 +246,7 @@ def silent() -> Iterator[None]:
     handle: Callable[..., Any] = logging.Logger.handle
 
     def refuse(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if _line():
+        if watch.is_here and _line():
             watch.refuse(f"logs {record.getMessage()[:60]!r}")
         handle(logger, record)
 
@@ -267,7 +274,7 @@ def _refusing(watch: _Watch, function: Callable[..., Any], *, direct: bool) -> C
     """Return a function that the script must not call. ``direct``: torch may, such as for checkpoints."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not in_a_library(sys._getframe(1).f_code.co_filename) if direct else _line():
+        if watch.is_here and (not in_a_library(sys._getframe(1).f_code.co_filename) if direct else _line()):
             watch.refuse(f"calls {function.__module__}.{function.__name__}")
         return function(*args, **kwargs)
 

@@ -41,6 +41,7 @@ _SMALL = 1 << 14  # elements of a tensor whose bytes are kept
 _LARGE = 1 << 22  # elements of a tensor that is compared by its bytes
 OF_A_MODULE = "module"
 """Begins the place of an attribute: then come the number of the module and the name."""
+_MOST_KNOWN = 16
 _KNOWN: dict[Hashable, Reached] = {}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SKIPPED = {
@@ -96,6 +97,8 @@ def reached(model: nn.Module) -> Reached:
     key = (kinds, tuple(map(id, objects)))
     known = _KNOWN.get(key)
     if known is None or not known.current():
+        while len(_KNOWN) >= _MOST_KNOWN:  # each keeps its objects alive
+            del _KNOWN[next(iter(_KNOWN))]
         known = _KNOWN[key] = Reached(kinds, objects)
     return known
 

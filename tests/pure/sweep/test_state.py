@@ -75,6 +75,16 @@ def test_only_the_same_jobs_are_resumed(tmp_path: Path) -> None:
     assert len(begin(Folder(tmp_path), [JOBS[0], *changed[1:]], resume=True)) == 3
 
 
+def test_a_job_keeps_its_number_because_its_folder_has_it(tmp_path: Path) -> None:
+    records = begin(Folder(tmp_path), JOBS, resume=False)
+    records[2].leases = 1
+    save(Folder(tmp_path), records, [])
+    swapped = [dataclasses.replace(JOBS[n], number=number) for number, n in enumerate((2, 0, 1), 1)]
+    with pytest.raises(RunError, match="gpt-lr=3 is job 1 of the file, and was job 3"):
+        begin(Folder(tmp_path), swapped, resume=True)
+    assert len(begin(Folder(tmp_path), JOBS, resume=True)) == 3
+
+
 def test_the_table_has_a_column_for_each_setting(tmp_path: Path) -> None:
     error = 'it "failed",\nbadly'
     save(Folder(tmp_path), [], [row(JOBS[0]), row(JOBS[1], settings={"arg.width": 8}, error=error)])

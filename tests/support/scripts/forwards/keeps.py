@@ -2,6 +2,9 @@
 
 import functools
 import random
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -190,5 +193,17 @@ class adds_a_module:
         return net.own_module(h)
 
 
+def use_files():
+    while True:
+        Path(__file__).read_text()
+        time.sleep(0.001)
+
+
+class runs_beside_a_thread_that_uses_files:
+    def inside(net, h):
+        return h.sin()
+
+
 if __name__ == "__main__":
+    threading.Thread(target=use_files, daemon=True).start()
     try_all(globals())
