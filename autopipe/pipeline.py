@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from autopipe.commands import options as table
 from autopipe.commands import values
-from autopipe.commands.settings import WORK_DIRECTORY
+from autopipe.commands.settings import WORK_DIRECTORY, ignore_event
 from autopipe.errors import RunError
 
 if TYPE_CHECKING:
-    from autopipe.commands.settings import Events, Progress
+    from autopipe.commands.settings import Events, Progress, StopEvent
     from autopipe.report.results import (
         CheckReport,
         EvaluateResult,
@@ -36,13 +36,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _IN_PROCESS = ("local", "ssh")
-
-
-class StopEvent(Protocol):
-    """An object that ``train`` polls to learn whether to stop, such as a ``threading.Event``."""
-
-    def is_set(self) -> bool:
-        """Return whether a stop is requested."""
 
 
 def _guarded(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
@@ -191,7 +184,7 @@ class Pipeline:
                 remedy=f"run autopipe train --launcher {launch.name}, or use launcher 'local' or 'ssh' in Python",
             )
         settings = placed(table.train_settings(self.target, given, launch=launch, devices=devices))
-        run = functools.partial(runs.train, settings, on_event or _ignore_event)
+        run = functools.partial(runs.train, settings, on_event or ignore_event)
         result = run() if stop is None else run(stop=stop.is_set)
         self._last_run = Path(result.run_dir)
         return result
@@ -266,7 +259,3 @@ def _names(kind: type) -> frozenset[str]:
     """Return the names of the options in a typed dictionary, including inherited ones."""
     names: frozenset[str] = kind.__optional_keys__  # type: ignore[attr-defined]  # of every TypedDict class
     return names
-
-
-def _ignore_event(kind: str, fields: Mapping[str, Any]) -> None:
-    """Ignore an event."""

@@ -29,6 +29,11 @@ _BANDWIDTH_UNITS |= {f"{prefix}bit/s": Fraction(factor, 8) for prefix, factor in
 _BANDWIDTH_UNITS |= {f"{prefix}bps": Fraction(factor, 8) for prefix, factor in _PREFIXES.items()}
 
 
+def finite(value: float) -> float | None:
+    """Return a number; None for NaN and infinities, which JSON cannot represent."""
+    return value if math.isfinite(value) else None
+
+
 def in_bytes(count: float) -> str:
     """Return a size with three digits: ``1.50 GiB``, ``12.0 MiB``, ``34 B``."""
     for size, unit in _SIZES:

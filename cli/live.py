@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autopipe.commands.settings import Events
 
 from .terminal import Subjects, Terminal
@@ -114,9 +112,10 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 class Table:
     """The live table: step, loss, samples/s, and the activity of every rank."""
 
-    def __init__(self, terminal: Terminal, console: Console) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         from rich.live import Live
 
+        console = terminal.console(stderr=True)
         self.terminal = terminal
         self.start: Mapping[str, Any] = {}
         self.step: Mapping[str, Any] = {}
@@ -149,16 +148,22 @@ class Table:
 
 
 @contextlib.contextmanager
-def watching(terminal: Terminal) -> Iterator[Events]:
-    """Yield the function that shows a run's events."""
+def shown(terminal: Terminal, lines: Callable[[Terminal], Events], table: Callable[[Terminal], Any]) -> Iterator[Any]:
+    """Yield what shows events: a table, which has ``live``, on a terminal; lines elsewhere; nothing with ``-q``."""
     if terminal.verbosity < 0:
         yield lambda kind, fields: None
     elif not sys.stderr.isatty():
-        yield Lines(terminal)
+        yield lines(terminal)
     else:
-        table = Table(terminal, terminal.console(stderr=True))
-        with table.live:
-            yield table
-            last, start = table.step, table.start
-        if last:
-            terminal.say(step_line(last, start))
+        events = table(terminal)
+        with events.live:
+            yield events
+
+
+@contextlib.contextmanager
+def watching(terminal: Terminal) -> Iterator[Events]:
+    """Yield the function that shows a run's events."""
+    with shown(terminal, Lines, Table) as table:
+        yield table
+    if isinstance(table, Table) and table.step:
+        terminal.say(step_line(table.step, table.start))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import documents, failures, launching, options
-from .live import SENTENCES
+from .live import SENTENCES, shown
 from .terminal import Terminal
 
 if TYPE_CHECKING:
-    from autopipe.commands.settings import Events
+    pass
 
 LINE_EVERY_SECONDS = 10.0
 
@@ -61,13 +59,13 @@ def sweep_command(
     given = {"--devices": devices, "--sweep-dir": sweep_dir}
     again = shlex.join([str(file), *(word for key, value in given.items() if value for word in (key, str(value)))])
     if dry_run:
-        with watching(terminal) as events:
+        with shown(terminal, Lines, Table) as events:
             planned = timetable(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
         terminal.table(*sweeps.timetable_tables(planned))
         terminal.document("sweep", documents.fields_of(planned))
         terminal.next(f"autopipe sweep {again}")
         return 0
-    with watching(terminal) as events:
+    with shown(terminal, Lines, Table) as events:
         result = sweep(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
     terminal.table(*sweeps.result_tables(result))
     terminal.document("sweep", documents.fields_of(result))
@@ -149,16 +147,3 @@ class Table:
         table = sweeps.jobs_table(self.fields.get("rows", ()), "metric", title)
         table.caption = self.now or None
         return table
-
-
-@contextlib.contextmanager
-def watching(terminal: Terminal) -> Iterator[Events]:
-    """Yield the function that shows the events of a sweep."""
-    if terminal.verbosity < 0:
-        yield lambda kind, fields: None
-    elif not sys.stderr.isatty():
-        yield Lines(terminal)
-    else:
-        table = Table(terminal)
-        with table.live:
-            yield table

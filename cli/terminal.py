@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import shlex
 import shutil
 import sys
@@ -19,6 +18,7 @@ import click
 
 from autopipe.commands.settings import WORK_DIRECTORY
 from autopipe.errors import RunError
+from autopipe.units import finite
 
 from .streams import ReservedOutput
 
@@ -201,6 +201,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float):
+        return finite(value)
     return str(value) if isinstance(value, Path) else value

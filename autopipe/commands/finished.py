@@ -12,7 +12,7 @@ from pathlib import Path
 from autopipe.commands.evaluation import record, refuse_impossible
 from autopipe.commands.models import Model
 from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
-from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings
+from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
 from autopipe.commands.store import Work
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
@@ -110,7 +110,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
                 remedy="give the model, and they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
             )
-        listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_processes)
+        listener = Listener(as_trained, events or ignore_event, plan.num_processes)
         start = time.time()
         run_ranks(
             LaunchRequest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from autopipe.launch.request import LaunchSettings
 
@@ -46,6 +46,17 @@ nonfinite    ``step``, ``what``, ``skipped``: the loss or a gradient is not fini
 restart      the fields of ``Restart``, and ``of``: the largest number of restarts
 ===========  ========================================================================================
 """
+
+
+def ignore_event(kind: str, fields: Mapping[str, Any]) -> None:
+    """Ignore an event: the ``Events`` of a caller that wants none."""
+
+
+class StopEvent(Protocol):
+    """An object that training polls to learn whether to stop, such as a ``threading.Event``."""
+
+    def is_set(self) -> bool:
+        """Return whether a stop is requested."""
 
 
 @dataclass(frozen=True, slots=True)

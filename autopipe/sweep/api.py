@@ -7,10 +7,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autopipe.commands.locks import only_one
-from autopipe.commands.settings import WORK_DIRECTORY, Events
+from autopipe.commands.settings import WORK_DIRECTORY, Events, StopEvent, ignore_event
 from autopipe.commands.user_imports import refuse_unguarded
 from autopipe.errors import RunError
 from autopipe.launch.rank.signals import StopRequest
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor
 
 DIRECTORY = WORK_DIRECTORY / "sweeps"
-
-
-class StopEvent(Protocol):
-    """An object that a sweep polls to learn whether to stop, such as a ``threading.Event``."""
-
-    def is_set(self) -> bool:
-        """Return whether a stop is requested."""
 
 
 def sweep(
@@ -98,7 +91,7 @@ def _begun(
         start_server()
         board = Board.of(file, folder, records)
         with requested.on_signals() if stop is None else contextlib.nullcontext():
-            yield Supervisor(file, board, shared_devices, on_event or _ignore_event, lambda: requested.signal_name)
+            yield Supervisor(file, board, shared_devices, on_event or ignore_event, lambda: requested.signal_name)
 
 
 def _directory(file: SweepFile, given: str | Path | None) -> Path:
@@ -127,7 +120,3 @@ def _order(row: SweepRow) -> tuple[int, float, int]:
     """Order rows: done and not done jobs by their metric, then those that were dropped, then failures."""
     group = {state.FAILED: 2, state.DROPPED: 1}.get(row.status, 0)
     return group, math.inf if row.metric is None else row.metric, row.number
-
-
-def _ignore_event(kind: str, fields: Any) -> None:
-    """Ignore an event."""

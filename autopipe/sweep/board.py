@@ -10,14 +10,14 @@ from typing import Any
 from autopipe.report.results import SweepRow
 from autopipe.report.text import in_ranges
 from autopipe.runtime.checkpoint import directory as checkpoints
-from autopipe.runtime.job import RunDirectory
 from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
 from autopipe.sweep.processes import SweepProcess
 from autopipe.sweep.scheduling.leases import Waiting
-from autopipe.sweep.state import Folder, JobRecord, Metrics, finite
+from autopipe.sweep.state import Folder, JobRecord
 from autopipe.sweep.structures import Structure, structures_of
+from autopipe.units import finite
 
 # what a job without a known length counts as: longer than any other, so that it begins first
 UNKNOWN_SECONDS = 1e9
@@ -55,7 +55,7 @@ class Entry:
 
     def saved_step(self) -> int:
         """Return the step of its newest checkpoint, 0 without one."""
-        return max(checkpoints.steps(RunDirectory(self.folder.run(self.job)).checkpoints), default=0)
+        return max(checkpoints.steps(self.folder.run(self.job).checkpoints), default=0)
 
     @property
     def step_seconds(self) -> float:
@@ -113,8 +113,9 @@ class Entry:
                 record.samples_per_second = fields["samples_per_second"]
                 self.measured = self.structure.step_seconds = fields["seconds"] / done
 
-    def end(self, metrics: Metrics, metric: str) -> None:
-        """End the lease: release the devices, and read the figures of the run."""
+    def end(self, metric: str) -> None:
+        """End the lease: release the devices, and read the figures of the run. ``metric``: one of ``METRICS``."""
+        metrics = state.read_metrics(self.folder.run(self.job).metrics)
         self.process, self.devices = None, ()
         record = self.record
         record.seconds += time.monotonic() - self.began
@@ -140,7 +141,7 @@ class Entry:
             leases=record.leases,
             devices=record.devices,
             seconds_left=None if record.status in state.ENDED else self.seconds_to_end(),
-            run_dir=str(self.folder.run(self.job)) if record.leases else "",
+            run_dir=str(self.folder.run(self.job).path) if record.leases else "",
             error=record.error,
         )
 

@@ -284,7 +284,7 @@ class _Reader:
 
     def _excluded(self, place: str, job: SweepJob) -> Iterator[str]:
         """Yield the options that those of a job exclude. Raises: RunError if two of its own do."""
-        if pair := table.exclusive_pair(nested(job.options)):
+        if pair := table.exclusive_pair(job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
         for name in job.options:
             yield from table.excluded_by(name)
@@ -292,7 +292,7 @@ class _Reader:
     def _verify(self, job: SweepJob, sweep: SweepFile) -> None:
         """Verify what depends on the complete options of a job. Raises: RunError."""
         place, options = job.place, job.options
-        if pair := table.exclusive_pair(nested(options)):
+        if pair := table.exclusive_pair(job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
         count = sweep.devices if isinstance(sweep.devices, int) else len(sweep.devices or ())
         if count and job.devices > count:

@@ -21,7 +21,9 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.report.results import SweepRow
+from autopipe.runtime.job import RunDirectory
 from autopipe.sweep.file import SweepJob
+from autopipe.units import finite
 
 WAITING, RUNNING, PAUSED, DONE, FAILED, DROPPED = "waiting", "running", "paused", "done", "failed", "dropped"
 ENDED = (DONE, FAILED, DROPPED)
@@ -79,9 +81,9 @@ class Folder:
         """Return the work directory of a job."""
         return self.path / "jobs" / job.folder
 
-    def run(self, job: SweepJob) -> Path:
+    def run(self, job: SweepJob) -> RunDirectory:
         """Return the directory of a job's run."""
-        return self.job(job) / "run"
+        return RunDirectory(self.job(job) / "run")
 
     def log(self, job: SweepJob) -> Path:
         """Return the file for what a job prints, besides the logs of its ranks."""
@@ -192,8 +194,3 @@ def read_metrics(path: Path) -> Metrics:
     last = [losses[step] for step in sorted(losses)[-MEAN_STEPS:]]
     mean = sum(last) / len(last)
     return Metrics(max(losses) + 1, finite(last[-1]), finite(mean), evaluation)
-
-
-def finite(value: float) -> float | None:
-    """Return a number, None for NaN and infinities, which JSON cannot represent."""
-    return value if math.isfinite(value) else None

@@ -13,7 +13,7 @@ from typing import Any
 from autopipe.commands import options as table
 from autopipe.ir import artifact
 from autopipe.sweep.file import SweepJob
-from autopipe.sweep.grid import ARGUMENT, nested
+from autopipe.sweep.grid import ARGUMENT
 
 _NOT_PLANNED = {"lr", "seed", "max_shapes"}
 _PLANNED = frozenset(table.PipelineOptions.__optional_keys__ - _NOT_PLANNED)
@@ -64,6 +64,6 @@ def structures_of(jobs: Iterable[SweepJob]) -> list[Structure]:
     return list(structures.values())
 
 
-def as_text(job: SweepJob, **more: Any) -> str:
+def as_text(job: SweepJob) -> str:
     """Return the options of a job as JSON, for a process."""
-    return json.dumps(nested(job.options) | more)
+    return json.dumps(job.given())

@@ -197,7 +197,7 @@ class Supervisor:
             target=job.target,
             options=as_text(job),
             work_dir=str(self.folder.job(job)),
-            run_dir=str(self.folder.run(job)),
+            run_dir=str(self.folder.run(job).path),
             shared=str(self.folder.shared(structure.digest)),
             devices=self.devices.visible(on),
             log=str(self.folder.log(job)),
@@ -231,7 +231,7 @@ class Supervisor:
     def _ended(self, entry: Entry, process: SweepProcess) -> None:
         """Take the end of a lease."""
         stopping = entry.stopping
-        entry.end(state.read_metrics(self.folder.run(entry.job) / "metrics.jsonl"), self.sweep.metric)
+        entry.end(self.sweep.metric)
         if process.value is not None:
             record = entry.record
             record.step = process.value["step"]
@@ -301,7 +301,7 @@ class Supervisor:
                 else:
                     assert entry.process is not None, "it runs"
                     entry.process.kill()
-                    entry.end(state.read_metrics(self.folder.run(entry.job) / "metrics.jsonl"), self.sweep.metric)
+                    entry.end(self.sweep.metric)
                     entry.record.status = state.WAITING
                     self._happen(entry, "stopped")
 

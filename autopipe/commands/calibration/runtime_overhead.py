@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopipe.commands.calibration import probe_models
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings, ignore_event
 from autopipe.commands.store import Store
 from autopipe.commands.training import runs
 from autopipe.ir import artifact
@@ -233,7 +233,7 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
                 data_reader="each",
                 audit_every=0,
             )
-            run = runs.train(settings, lambda kind, fields: None)
+            run = runs.train(settings, ignore_event)
             if run.stopped:  # the run handled a Ctrl-C that was meant for the measurement
                 raise KeyboardInterrupt
             records[size].append(recorded(Path(run.run_dir), Store(Path(folder))))

@@ -19,7 +19,7 @@ from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
-from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
+from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
 from autopipe.commands.steps import Prepared, batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered
@@ -99,7 +99,7 @@ def _compare(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compar
     """
     if is_needed(prepared.profile.device.kind):
         task, doing = ComparisonTask.of(prepared, wanted), "comparing with plain training"
-        return Compared.decode(run_apart(compare_for_command, task, _ignore, doing=doing, instead=instead))
+        return Compared.decode(run_apart(compare_for_command, task, ignore_event, doing=doing, instead=instead))
     return _compare_here(prepared, wanted)
 
 
@@ -107,10 +107,6 @@ def compare_for_command(task: Any, link: Link) -> dict[str, Any]:
     """Compare in the process that a command has started. ``task``: a ``ComparisonTask`` as JSON values."""
     decoded = ComparisonTask.decode(task)
     return _compare_here(decoded.prepared(), decoded.wanted).encode()
-
-
-def _ignore(kind: str, fields: dict[str, Any]) -> None:
-    """Ignore a message: a comparison sends none."""
 
 
 def _compare_here(prepared: Prepared, wanted: Wanted) -> Compared:

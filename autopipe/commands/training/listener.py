@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
+from autopipe.units import finite
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class Listener:
 
 def _number(value: Any) -> Any:
     """Return a value that JSON can represent: None for NaN and infinities."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(value) if isinstance(value, float) else value
 
 
 _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {

@@ -1,40 +1,13 @@
 """Forwards that read what the script changes between steps: in globals, objects, closures, modules, the environment."""
 
 import argparse
-import contextvars
 import dataclasses
-import types
-from collections import OrderedDict, deque
-from enum import Enum
 
-import numpy as np
 import settings_module
-import torch
 from model_of_ways import try_all
 
 scale, unrelated = 1.0, 0
 args = argparse.Namespace(scale=1.0, step=0)
-bag = types.SimpleNamespace(level=1.0)
-values, ordered, queue = [1.0, 2.0], OrderedDict(a=1.0), deque([1.0])
-array, tensor, large = np.ones(16, dtype=np.float32), torch.ones(16), torch.ones(16, 2048)
-variable = contextvars.ContextVar("variable", default=1.0)
-many = list(range(2000))
-
-
-class Mode(Enum):
-    ADD = 1
-    MULTIPLY = 2
-
-
-mode = Mode.ADD
-
-
-class Slots:
-    __slots__ = ("level",)
-
-
-slots = Slots()
-slots.level = 1.0
 
 
 @dataclasses.dataclass

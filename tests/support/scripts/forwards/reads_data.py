@@ -1,8 +1,6 @@
 """Forwards that read what the script changes between steps: in globals, objects, closures, modules, the environment."""
 
-import argparse
 import contextvars
-import dataclasses
 import os
 import types
 from collections import OrderedDict, deque
@@ -13,8 +11,7 @@ import torch
 from model_of_ways import model, try_all
 from torch.nn import functional as F
 
-scale, unrelated = 1.0, 0
-args = argparse.Namespace(scale=1.0, step=0)
+scale = 1.0
 bag = types.SimpleNamespace(level=1.0)
 values, ordered, queue = [1.0, 2.0], OrderedDict(a=1.0), deque([1.0])
 array, tensor, large = np.ones(16, dtype=np.float32), torch.ones(16), torch.ones(16, 2048)
@@ -36,88 +33,6 @@ class Slots:
 
 slots = Slots()
 slots.level = 1.0
-
-
-@dataclasses.dataclass
-class Settings:
-    inner: dict
-    names: tuple = ("factor",)
-    factor: float = 1.0
-    level: float = 1.0
-
-    @property
-    def double(self):
-        return self.level * 2
-
-    def scaled(self, h):
-        return h * self.level
-
-
-settings = Settings({"a": {"b": [1.0]}})
-
-
-class Helper:
-    factor = 1.0
-
-    def __init__(self, settings):
-        self.settings = settings
-
-    def __call__(self, h):
-        return h * self.settings.level
-
-    @classmethod
-    def by_class(cls, h):
-        return h * cls.factor
-
-    @staticmethod
-    def by_global(h):
-        return h * scale
-
-
-helper = Helper(settings)
-
-
-def by_default(h, factor=1.0):
-    return h * factor
-
-
-def doubled(h):
-    return h * scale
-
-
-def tripled(h):
-    return h * scale * 3
-
-
-function, table = doubled, {"a": doubled, "b": tripled}
-
-
-def decorated(inner):
-    def call(h):
-        return inner(h) * settings.factor
-
-    return call
-
-
-@decorated
-def wrapped(h):
-    return h
-
-
-def closure():
-    level = 1.0
-
-    def inside(h):
-        return h * level
-
-    def set_level(value):
-        nonlocal level
-        level = value
-
-    return inside, set_level
-
-
-inside_closure, set_level = closure()
 
 
 class reads_a_list:
