@@ -16,6 +16,7 @@ from autopipe.commands import options as table
 from autopipe.launch.request import HostCommand, LaunchSettings
 
 from . import types
+from .libraries import native_libraries
 from .options import Function, of, option, refuse_exclusive
 from .terminal import Terminal
 
@@ -86,10 +87,18 @@ def fork_early(terminal: Terminal, *, for_gpus: bool = False, also: str = "") ->
 
     defer()
     with uncollected():
+        import cmath  # noqa: F401  # the native modules of sympy would wait for torch's
+        import unicodedata  # noqa: F401
+
+        with native_libraries():
+            import sympy  # noqa: F401  # pure Python, which captures need
+
         import torch
 
+        from autopipe.launch.rank.dtensors import defer_dtensors
         from autopipe.launch.rank.early_server import fork_early as fork
 
+        defer_dtensors()
         if also:
             importlib.import_module(also)
         if torch.version.cuda is not None or not for_gpus:

@@ -19,7 +19,7 @@ from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ProfileError, RunError, counted
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
@@ -101,7 +101,7 @@ def _measured_in_another_process(
         if kind == "progress":
             work.progress(fields["what"], fields["fraction"])
         elif accept is not None:
-            accept(artifact.decode(Graph, fields["graph"], "graph"))
+            accept(decoding.decode(Graph, fields["graph"], "graph"))
 
     task = _Task(
         settings.model,
@@ -123,7 +123,7 @@ def _measured_in_another_process(
 
 def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
     """Do what ``measure_anew`` does, in the process that it starts. The profile itself is in profile.json."""
-    wanted: _Task = artifact.decode(_Task, task, "task")
+    wanted: _Task = decoding.decode(_Task, task, "task")
     settings = ProfileSettings(
         wanted.model,
         Path(wanted.work_dir),

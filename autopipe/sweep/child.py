@@ -25,7 +25,7 @@ from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.training import runs
 from autopipe.errors import AutopipeError, DoesNotFitError
-from autopipe.ir import artifact
+from autopipe.ir import decoding
 from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.runtime.checkpoint import directory as checkpoints
@@ -80,7 +80,7 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
 
     Raises: the errors of ``prepare``.
     """
-    wanted: PrepareTask = artifact.decode(PrepareTask, task, "task")
+    wanted: PrepareTask = decoding.decode(PrepareTask, task, "task")
     _begin(wanted.devices, Path(wanted.log))
 
     def progress(what: str, fraction: float) -> None:
@@ -141,7 +141,7 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
 
     Raises: the errors of ``train``.
     """
-    wanted: LeaseTask = artifact.decode(LeaseTask, task, "task")
+    wanted: LeaseTask = decoding.decode(LeaseTask, task, "task")
     _begin(wanted.devices, Path(wanted.log))
     run, work_dir = RunDirectory(Path(wanted.run_dir)), Path(wanted.work_dir)
     resume = bool(checkpoints.steps(run.checkpoints))

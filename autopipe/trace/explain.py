@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -18,18 +18,18 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.lines.owner import library_of, own_and_library
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
 _SKIPPED = (_TORCH, _OWN, "<frozen", str(Path(sysconfig.get_paths()["stdlib"])) + os.sep + "contextlib.py")
 
 _START = str(Path(__file__).parent / "record" / "follow.py")
-
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 _CONCRETE = "SymIntArrayRef expected to contain only concrete integers"  # torch's C++ error for an unknown size
 
@@ -195,7 +195,18 @@ def depends_on_data(error: BaseException | None) -> bool:
     """Return whether a call failed because a number, or a size, is only known at run time."""
     if isinstance(error, (LookupError, AttributeError)):
         return "FakeTensor(" in str(error)  # a name with a number from the data: f"expert_{index}"
-    return isinstance(error, DATA_DEPENDENT) or (isinstance(error, RuntimeError) and _CONCRETE in str(error))
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)) or is_undecided(error):
+        return True
+    return isinstance(error, RuntimeError) and _CONCRETE in str(error)
+
+
+def is_undecided(error: BaseException | None) -> TypeGuard[GuardOnDataDependentSymNode]:
+    """Return whether torch could not answer a comparison of sizes, because one of them depends on data."""
+    if error is None:
+        return False
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # it imports sympy, which is slow
+
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def explained(error: Exception, construct: str, *, drawn: bool = False) -> TraceError:

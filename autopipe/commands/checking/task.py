@@ -11,7 +11,7 @@ from typing import Any
 
 from autopipe.commands.steps import Prepared
 from autopipe.commands.store import PlanRecord
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph
 from autopipe.ir.initial_values import InitialValues
 from autopipe.ir.plan import Plan
@@ -95,7 +95,7 @@ class ComparisonTask:
     @staticmethod
     def decode(values: Any) -> ComparisonTask:
         """Return the task that ``of`` encoded."""
-        task: ComparisonTask = artifact.decode(ComparisonTask, values, "task")
+        task: ComparisonTask = decoding.decode(ComparisonTask, values, "task")
         return task
 
     def prepared(self) -> Prepared:

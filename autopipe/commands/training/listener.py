@@ -12,7 +12,7 @@ from typing import Any
 from autopipe.commands.settings import Events
 from autopipe.commands.training.auditing import Auditor, fields_of, report_of
 from autopipe.errors import RunError, counted
-from autopipe.ir import artifact
+from autopipe.ir import decoding
 from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
 from autopipe.report.results import AuditReport, Restart, StagePeak
@@ -135,7 +135,7 @@ class Listener:
 
     def _spans(self, event: Mapping[str, Any]) -> None:
         self.spans.extend(
-            Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
+            Span(event["rank"], decoding.decode(Instruction, instruction, "span"), start, end)
             for instruction, start, end in event["spans"]
         )
 

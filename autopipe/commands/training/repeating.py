@@ -31,7 +31,7 @@ from typing import IO, Self
 from autopipe.commands.steps import Prepared, batch_size_of
 from autopipe.commands.training.earlier import EarlierReading, forget_earlier, load_earlier, may_read, save_earlier
 from autopipe.errors import AutopipeError
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.launch.rank.forked import END_SECONDS, fork_server_runs
 from autopipe.launch.rank.reading import read_data
@@ -123,7 +123,7 @@ class _Probe:
             answer = json.loads(line)
             if isinstance(answer, dict) and "error" in answer:
                 return str(answer["error"])
-            return artifact.decode(Reading, answer, "reading")  # type: ignore[no-any-return]  # of the kind given
+            return decoding.decode(Reading, answer, "reading")  # type: ignore[no-any-return]  # of the kind given
         except (ValueError, AutopipeError):
             return "the process that reads it ended early"
 

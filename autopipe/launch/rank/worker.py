@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError
-from autopipe.ir import artifact
+from autopipe.ir import decoding
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
@@ -70,7 +70,7 @@ def rank_main(text: str, connection: Connection, listener: socket.socket | None 
     die_with_parent()
     allow_children()
     leave_signals_to_supervisor()
-    spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
+    spec: WorkerSpec = decoding.decode(WorkerSpec, json.loads(text), "worker")
     redirect_output(RunDirectory(Path(spec.run)).log(spec.rank))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)

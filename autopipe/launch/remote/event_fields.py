@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.errors import ArtifactError
-from autopipe.ir import artifact
+from autopipe.ir import decoding
 from autopipe.ir.schedule import Instruction
 
 
@@ -74,7 +74,7 @@ def _fits(expected: Any, value: Any) -> bool:
     if expected is str or (expected is float and isinstance(value, float)):
         return isinstance(value, expected)  # any text, and a loss that is not finite
     try:
-        artifact.decode(expected, value, "")
+        decoding.decode(expected, value, "")
     except ArtifactError:
         return False
     return True

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.errors import ArtifactError, AutopipeError, RunError
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import WorkerSpec
 
@@ -358,7 +358,7 @@ def decode(line: bytes) -> Message:
     # another version may add fields: they are ignored, so that the version can be reported
     known = {field.name for field in dataclasses.fields(kind)}
     try:
-        message: Message = artifact.decode(kind, {k: v for k, v in record.items() if k in known}, record["kind"])
+        message: Message = decoding.decode(kind, {k: v for k, v in record.items() if k in known}, record["kind"])
     except ArtifactError as error:
         raise ValueError(str(error)) from None
     return message

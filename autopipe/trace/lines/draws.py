@@ -9,9 +9,8 @@ from types import FrameType
 from typing import Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in, users_frame
+from autopipe.trace.explain import Line, is_undecided, is_users, lines_of, own_and_inner, place_in, users_frame
 from autopipe.trace.lines.owner import STANDARD, library_of
 from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.record.recorder import Recorder
@@ -91,7 +90,7 @@ def is_drawn(recorder: Recorder, error: Exception) -> bool:
     """Return whether the failed call or comparison reads a random draw of torch and does not depend on the batch."""
     known = recorder.writer.known
     stack = [known.node(tensor) for tensor in recorder.operands if known.has(tensor)]
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if is_undecided(error):
         numbers = (recorder.symbols.read_from(symbol) for symbol in error.cond.free_symbols)
         stack.extend(node for node in numbers if node is not None)
     seen: set[fx.Node] = set()

@@ -10,13 +10,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from autopipe.errors import TraceError
 from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
@@ -25,13 +24,16 @@ from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
 from autopipe.trace.record.patches import TrainingReads, following
-from autopipe.trace.record.reads import FollowingShapeEnv, Reads
+from autopipe.trace.record.reads import Reads
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.sizes.joined import join
 from autopipe.trace.sizes.lengths import Length
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import strides_like
+
+if TYPE_CHECKING:
+    from autopipe.trace.record.shape_env import FollowingShapeEnv
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ def follow(
 
     Raises: TraceError with the user's line and the smallest edit if the model cannot be recorded.
     """
+    from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
+
     leaves = workload.leaves(item)
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
     if not sized:
@@ -171,6 +175,7 @@ def _fake_leaf(
         with mode:
             return _empty(leaf, shape)
     from torch._dynamo.source import LocalSource  # it takes half a second, and most models need no symbolic size
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     real = _empty(leaf, leaf.shape)
     sizes = [DimDynamic.DUCK if d == counting else DimDynamic.STATIC for d in range(leaf.dim())]

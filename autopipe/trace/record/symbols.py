@@ -11,12 +11,13 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _TWO = {
     "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
@@ -51,7 +52,7 @@ class Symbols:
         """Register the symbolic dimensions of an input; the first input with a symbol is its source."""
         for dimension, size in enumerate(value.shape):
             symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-            if isinstance(symbol, sympy.Symbol) and symbol not in self.source:
+            if _is_symbol(symbol) and symbol not in self.source:
                 self.source[symbol] = node, dimension
                 self.names[symbol] = f"s{len(self.names)}"
 
@@ -59,7 +60,7 @@ class Symbols:
         """Register the sizes that a call defines (how many rows a mask selects): (symbol, dimension) of each."""
         factors: list[tuple[Any, int]] = []
         for dimension, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if isinstance(size, torch.SymInt) and _is_symbol(size.node.expr):
                 symbol = size.node.expr
                 if symbol not in self.source and symbol not in self.made_by and symbol not in self._expressions:
                     self.made_by[symbol] = node, dimension
@@ -142,3 +143,8 @@ def _printed(expression: Any, names: Mapping[Any, str]) -> str | None:
     if kind in _TEXT and not (kind == "Pow" and expression.args[1].is_negative):
         return f"{wrapped[0]}{_TEXT[kind]}{wrapped[1]}"
     return None
+
+
+def _is_symbol(expression: Any) -> bool:
+    """Return whether an expression is one symbol. sympy takes long to import: a number needs none of it."""
+    return bool(getattr(expression, "is_Symbol", False))

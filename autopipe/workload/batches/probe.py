@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.errors import AutopipeError
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.batches.digests import digest_of
@@ -112,7 +112,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     answer: dict[str, Any]
     try:
-        answer = artifact.encode(read(artifact.decode(ProbeTask, json.loads(line), "task")))
+        answer = artifact.encode(read(decoding.decode(ProbeTask, json.loads(line), "task")))
     except AutopipeError as error:
         answer = {"error": error.what}
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopipe.cli.main import autopipe
-from autopipe.ir import artifact
+from autopipe.ir import decoding
 from autopipe.launch.request import WorkerSpec
 
 
@@ -58,7 +58,7 @@ def test_a_dry_run_shows_the_command_of_each_host_and_the_input_of_its_agent(tmp
     assert shlex.split(ssh[-1]) == ["/opt/my py/python", "-P", "-m", "autopipe.launch.remote.agent"]
     prepare, start = (json.loads(line) for line in first["stdin"].splitlines())
     assert (prepare["kind"], prepare["cwd"]) == ("Prepare", str(tmp_path))
-    specs = [artifact.decode(WorkerSpec, spec, "spec") for spec in start["specs"]]
+    specs = [decoding.decode(WorkerSpec, spec, "spec") for spec in start["specs"]]
     assert [(s.rank, s.local_rank, s.local_world_size, s.world_size) for s in specs] == [(0, 0, 2, 3), (1, 1, 2, 3)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list", "my config"]
     assert shlex.join(ssh) in run(*words).stdout

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from autopipe.errors import ModelFileError
-from autopipe.ir.artifact import decode, encode
+from autopipe.ir.artifact import encode
+from autopipe.ir.decoding import decode
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import HOOKS, LoadOptions, Workload, load_workload
 

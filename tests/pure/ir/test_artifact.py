@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.errors import ArtifactError
-from autopipe.ir import artifact
+from autopipe.ir import artifact, decoding
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 
 
@@ -133,8 +133,8 @@ class Box:
     ],
 )  # fmt: skip
 def test_every_kind_of_field_is_decoded(document: dict[str, Any], value: Box) -> None:
-    assert artifact.decode(Box, document, "") == value
-    assert artifact.decode(Box, json.loads(artifact.canonical(value)), "") == value
+    assert decoding.decode(Box, document, "") == value
+    assert decoding.decode(Box, json.loads(artifact.canonical(value)), "") == value
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_every_kind_of_field_is_decoded(document: dict[str, Any], value: Box) ->
 )
 def test_a_wrong_value_is_refused_with_its_field(document: Any, message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
-        artifact.decode(Box, document, "")
+        decoding.decode(Box, document, "")
 
 
 @pytest.mark.parametrize(
