@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from . import options, types
+from . import launching, options, types
 from .terminal import Terminal
 
 
 @click.command("run", context_settings={"ignore_unknown_options": False})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@options.option("--gpus", type=types.COUNT, default=2, show_default=True, metavar="N", help="Stages, one process each.")
+@options.option(
+    "--gpus",
+    type=types.COUNT,
+    metavar="N",
+    help="Stages, one process each. [default: as many as the launcher starts, else 2]",
+)
 @options.option(
     "--check",
     type=click.IntRange(min=0),
@@ -41,6 +47,12 @@ from .terminal import Terminal
 @options.option(
     "--stages-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the stage files in this directory."
 )
+@options.option(
+    "--launcher",
+    type=types.one_of("launcher", "local", "ssh", "slurm", "env"),
+    help="How the ranks are started; slurm: in the allocation of this process. [default: local]",
+)
+@launching.hosting
 @options.verbosity
 @click.pass_obj  # type: ignore[arg-type]  # it passes the terminal
 def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> int:
@@ -58,6 +70,15 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     """
     from autopipe.commands import script as command
 
+    launch = launching.settings(given)
+    if launch.name == "slurm":
+        from autopipe.commands.training.submission import program
+
+        words = command.in_an_allocation(terminal.typed, given["gpus"])
+        terminal.release()  # the new command reserves it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(program(words[0]), words)  # noqa: S606  # no shell is needed
     code = command.run(
         script,
         list(arguments),
@@ -67,6 +88,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
         timeout=given["timeout"],
         folder=given["stages_dir"],
         quiet=terminal.verbosity < 0,
+        launch=launch,
     )
     if code == command.INTERRUPTED:
         command.end_by_interrupt()

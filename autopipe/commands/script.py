@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from autopipe.errors import RunError, counted
+from autopipe.launch import slurm
+from autopipe.launch.request import LaunchSettings
+from autopipe.script.places import Places
 from autopipe.script.runner import INTERRUPTED, end_by_interrupt, run_script
 
-__all__ = ["INTERRUPTED", "end_by_interrupt", "run"]
+__all__ = ["INTERRUPTED", "end_by_interrupt", "in_an_allocation", "run"]
+
+STAGES = 2
+"""The number of stages, unless the options or a launcher give it."""
+_START = {"--launcher": True}
 
 
 def run(
     script: Path,
     words: list[str],
     *,
-    stages: int,
+    stages: int | None,
     check: int,
     num_microbatches: int,
     timeout: float,
     folder: Path | None,
     quiet: bool,
+    launch: LaunchSettings | None = None,
 ) -> int:
     """Run a script with its arguments, and return its exit code.
 
-    ``check``: optimizer steps to compare with the script in a process of its own. ``num_microbatches``: parts
-    into which the batch of each training call is cut. ``timeout``: seconds.
+    ``stages``: None: as many as the launcher has started or the hosts have slots, else ``STAGES``. ``check``: optimizer
+    steps to compare with the script in a process of its own. ``num_microbatches``: parts into which the batch of each
+    training call is cut. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not
+    return.
 
-    Raises: RunError if the script cannot be read.
+    Raises: RunError if the script cannot be read, or the ranks cannot be started.
     """
     return run_script(
         script,
         words,
-        count=stages,
+        places=_places(launch or LaunchSettings(), stages, timeout),
         timeout=timeout,
         folder=folder,
         steps=check,
         parts=num_microbatches,
         quiet=quiet,
     )
+
+
+def _places(launch: LaunchSettings, stages: int | None, timeout: float) -> Places:
+    if launch.name == "env":
+        return _among_ranks(launch, stages, timeout)
+    if launch.name != "ssh":
+        return Places(stages or STAGES)
+    from autopipe.launch.remote.hosts import assign, total_slots
+
+    count = stages or total_slots(launch.hosts) or len(launch.hosts)
+    assigned = zip(launch.hosts, assign(launch.hosts, count), strict=True)
+    return Places(count, launch, tuple(host.name for host, ranks in assigned for _ in ranks))
+
+
+def _among_ranks(launch: LaunchSettings, stages: int | None, timeout: float) -> Places:
+    """Return the places of the processes that a cluster has started; in that of another rank than 0, serve as it."""
+    from autopipe.launch import env
+    from autopipe.launch.remote import peer
+    from autopipe.launch.remote.identity import read_identity, variables
+
+    identity = read_identity(os.environ)
+    if stages is not None and stages != identity.world_size:
+        raise RunError(
+            f"--gpus is {stages}, but {identity.launcher} has started {counted(identity.world_size, 'rank')}",
+            remedy=f"omit --gpus, or start {counted(stages, 'rank')}",
+        )
+    if identity.rank:
+        from autopipe.script.rank.joining import join
+
+        end = peer.connected(*env.leader(identity, launch))
+        end.settimeout(None)
+        join(end, identity.rank, identity.world_size, timeout, launch.interface)
+    listener = env.meeting(identity, launch) if identity.world_size > 1 else None
+    for name in variables() & os.environ.keys():  # the script is one process, and would take itself for a rank
+        del os.environ[name]
+    return Places(identity.world_size, launch, meeting=listener)
+
+
+def in_an_allocation(typed: Sequence[str], stages: int | None) -> tuple[str, ...]:
+    """Return the command that starts the ranks in the SLURM allocation of this process. ``typed``: the words of ours.
+
+    Raises: RunError outside of an allocation.
+    """
+    if not os.environ.get("SLURM_JOB_ID"):
+        raise RunError(
+            "--launcher slurm starts the ranks of a script in an allocation, and this process is in none",
+            remedy="run it in a batch script, or after `salloc --ntasks=N`",
+        )
+    at = typed.index("run") + 1
+    end = typed.index("--") if "--" in typed else len(typed)
+    own = slurm.without(typed[at:end], _START)
+    command = (sys.executable, "-m", "autopipe.cli", *typed[:at], "--launcher", "env", *own, *typed[end:])
+    return (*slurm.srun_words(stages), *command)

@@ -41,9 +41,8 @@ def lead(identity: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvou
     listener = None if identity.world_size == 1 else _listen(identity, settings)
     rendezvous = Rendezvous(identity, listener)
     try:
-        if listener is not None and identity.store_exists:
-            address = network.tcp_address(*listener.getsockname()[:2])
-            _torchrun_store(identity).set(_LEADER, address)
+        if listener is not None:
+            _publish(identity, listener)
         yield rendezvous
     except BaseException as error:
         ignore_stop_signals()
@@ -52,11 +51,28 @@ def lead(identity: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvou
     rendezvous.finish(0)
 
 
+def meeting(identity: RankIdentity, settings: LaunchSettings) -> socket.socket:
+    """Return the socket on which rank 0 listens, and where the other ranks find it. Raises: RunError as ``lead``."""
+    listener = _listen(identity, settings)
+    _publish(identity, listener)
+    return listener
+
+
+def _publish(identity: RankIdentity, listener: socket.socket) -> None:
+    if identity.store_exists:
+        _torchrun_store(identity).set(_LEADER, network.tcp_address(*listener.getsockname()[:2]))
+
+
 def follow(identity: RankIdentity, settings: LaunchSettings) -> int:
     """Run as another rank until the run ends, and return the exit code.
 
     Raises: RunError with the message of the first failure on any rank.
     """
+    return peer.follow(identity, peer.connect(*leader(identity, settings)))
+
+
+def leader(identity: RankIdentity, settings: LaunchSettings) -> tuple[str, int]:
+    """Return the host and the port at which rank 0 listens. Raises: RunError if it does not."""
     host, port = identity.address, identity.port
     if identity.store_exists:
         try:
@@ -68,7 +84,7 @@ def follow(identity: RankIdentity, settings: LaunchSettings) -> int:
                 remedy="see the launcher's output for rank 0",
             ) from None
     network.refuse_public(network.resolve(host)[1], trusted=settings.trust_network)
-    return peer.follow(identity, peer.connect(host, port))
+    return host, port
 
 
 def store_of(identity: RankIdentity, settings: LaunchSettings, *, timeout_seconds: float) -> tuple[Any, str]:

@@ -16,6 +16,7 @@ from autopipe.script.calls.programs import Programs
 from autopipe.script.calls.randomness import states_of
 from autopipe.script.lazy import Holders, Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
+from autopipe.script.places import Places, files_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.settings import Regions, autocast_now, settings_now
@@ -26,10 +27,11 @@ from autopipe.script.state.weights import Weights, named_tensors
 
 
 class Controller:
-    """One model in ``count`` stages. It starts its ranks at the first training call."""
+    """One model in stages. It starts its ranks, at their places, at the first training call."""
 
-    def __init__(self, model: nn.Module, count: int, *, timeout: float, folder: Path | None, notes: Notes) -> None:
-        self.model, self.count, self.timeout, self.notes = model, count, timeout, notes
+    def __init__(self, model: nn.Module, places: Places, *, timeout: float, folder: Path | None, notes: Notes) -> None:
+        self.model, self.places, self.timeout, self.notes = model, places, timeout, notes
+        self.count = count = places.count
         self.folder = folder
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.programs = Programs(self)
@@ -42,6 +44,7 @@ class Controller:
         self._key = 0
         self.holders = Holders()
         self._consumed: set[int] = set()  # calls whose backward has been queued
+        self._program_of: dict[int, Program] = {}  # call whose backward may come -> its program
         self._flags: dict[str, bool] = {}
         self._settings: dict[str, Any] = {}
         self.regions = Regions()
@@ -72,6 +75,8 @@ class Controller:
     def _free(self) -> None:
         keys, calls = self.holders.take()
         calls = [call for call in calls if call not in self._consumed]
+        for call in calls:
+            self._program_of.pop(call, None)
         if keys or calls:
             self.send(["free", keys, calls])
 
@@ -149,6 +154,8 @@ class Controller:
         call = self.new_key()
         if grad and any(cache for _, _, cache in autocast_now()):
             self.regions.note(call)
+        if grad:
+            self._program_of[call] = program
         leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
         with plain(self.weights.tensors):
             states = states_of(program.draws, self.count, self.model)
@@ -223,7 +230,7 @@ class Controller:
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
-        self.ranks = Ranks(self.count, self.timeout, self.folder)
+        self.ranks = Ranks(self.places, self.timeout, self.folder)
         self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send)
         self._inputs: dict[int, list[tuple[str, ...]]] = {}
@@ -278,6 +285,7 @@ class Controller:
             modules = form["modules"]
             form["modules"] = {p: m for p, m in modules.items() if p not in self._sent_modules[rank]}
             self._sent_modules[rank].update(modules)
+            form["files"] = files_of(self.ranks.folder / form["folder"]) if self.ranks.needs_files(rank) else {}
             self.ranks.send(rank, ["program", form])
 
     def _sync_flags(self) -> None:
@@ -296,13 +304,16 @@ class Controller:
         again = [call for call in calls if call in self._consumed]
         if again:
             raise refused("a second backward through one call of the model, without retain_graph=True before")
+        serial = len(calls) > 1 and any(self._program_of[call].serial for call in calls)
         self.regions.backward(calls, retain=retain)
         self.settle()
         self.weights.push(backward=True)
         self.gradients.push()
         if not retain:
             self._consumed.update(calls)
-        self.send(["backward", calls, root, gradient, retain])
+            for call in calls:
+                self._program_of.pop(call, None)
+        self.send(["backward", calls, root, gradient, retain, serial])
         self.gradients.moved()
         self.notes.backward()
 

@@ -21,6 +21,7 @@ from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
+from autopipe.script.places import Places
 from autopipe.script.refusals import refused
 from autopipe.script.state import remote
 from autopipe.script.state.optimizers import Copies
@@ -32,11 +33,11 @@ _CALL = nn.Module.__call__
 class Patches:
     """The replaced functions. They stay for the rest of the process: it runs one script.
 
-    ``count``: stages. ``parts``: of the batch of each training call.
+    ``places``: of the ranks. ``parts``: of the batch of each training call.
     """
 
-    def __init__(self, count: int, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1) -> None:
-        self.count, self.timeout, self.folder, self.notes, self.parts = count, timeout, folder, notes, parts
+    def __init__(self, places: Places, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1) -> None:
+        self.places, self.timeout, self.folder, self.notes, self.parts = places, timeout, folder, notes, parts
         self.copies, self.choice = Copies(), Choice()
         self.on_step: Callable[[Controller], None] = lambda controller: None
         self.on_call: Callable[[Controller, int], None] = lambda controller, steps: None  # without an optimizer
@@ -73,7 +74,7 @@ class Patches:
 
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _check_distributed()
-        controller = Controller(model, self.count, timeout=self.timeout, folder=self.folder, notes=self.notes)
+        controller = Controller(model, self.places, timeout=self.timeout, folder=self.folder, notes=self.notes)
         controller.parts = Parts(controller, self.parts) if self.parts > 1 else None
         starting.append(controller)
         result = controller.call(args, kwargs)

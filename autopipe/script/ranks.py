@@ -1,4 +1,7 @@
-"""``Ranks``: the processes of the stages, as the controller sees them. Each is started clean, not forked."""
+"""``Ranks``: the processes of the stages, as the controller sees them. Each is started clean, not forked.
+
+Where they are, and how they connect, is in ``places``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import WorkerError
+from autopipe.launch.remote import network
+from autopipe.script.places import Connection, Places, addresses_refused
+from autopipe.script.rank.serve import FILE, LISTEN, LOST
 from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire
@@ -24,14 +30,14 @@ START_SECONDS = 300.0
 class Ranks:
     """The ranks of one run, and the folder of their stage files."""
 
-    def __init__(self, count: int, timeout: float, folder: Path | None = None) -> None:
+    def __init__(self, places: Places, timeout: float, folder: Path | None = None) -> None:
         """``folder``: where stage files remain; None for a temporary folder. ``timeout``: seconds of silence."""
-        self.count, self.timeout = count, timeout
+        self.count, self.places, self.timeout = places.count, places, timeout
         self.temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="autopipe-run-")) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "store").unlink(missing_ok=True)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
         self.wires: list[Wire] = []
         self.owner = os.getpid()
         self._waiting_since, self._waited = 0.0, 0
@@ -43,15 +49,25 @@ class Ranks:
 
     def _start_all(self) -> None:
         """Start the ranks, and wait until they are connected. Raises: WorkerError."""
+        self.connections = self.places.connect(self._start, self.timeout)
+        self.wires = [Wire(connection.end, self._check) for connection in self.connections]
+        store = LISTEN if self.places.are_remote else FILE
         for rank in range(self.count):
-            self._start(rank)
-        settings = {"path": list(sys.path), **settings_now()}
-        for rank in range(self.count):
-            self.send(rank, settings)
+            settings = {"path": list(sys.path), "store": store, "address": "", **settings_now()}
+            if store == LISTEN:
+                self.send(rank, {**settings, "address": self.places.address})
+                store = self.receive(rank)
+                addresses_refused(self.places.settings, [network.parse_tcp(store)[0]])
+            else:
+                self.send(rank, settings)
         for rank in range(self.count):
             self.receive(rank)
 
-    def _start(self, rank: int) -> None:
+    def needs_files(self, rank: int) -> bool:
+        """Return whether a rank has no folder in common with the controller."""
+        return self.connections[rank].joins
+
+    def _start(self, rank: int) -> Connection:
         here, there = socket.socketpair()
         numbers = there.fileno(), rank, self.count, self.owner
         words = [*map(str, numbers), str(self.folder), str(self.timeout)]
@@ -61,45 +77,67 @@ class Ranks:
             f"import sys; sys.path.insert(0, {package!r}); "
             "from autopipe.script.rank.serve import main; main(sys.argv[1:])"
         )
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, *words],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the script
-                start_new_session=True,  # Ctrl-C reaches the controller only
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output belongs to the script
+            start_new_session=True,  # Ctrl-C reaches the controller only
         )
         there.close()
-        self.wires.append(Wire(here, self._check))
+        return Connection(here, process)
 
     def _check(self) -> None:
         """Raise WorkerError if a rank has ended, or nothing has arrived for too long."""
-        for rank, process in enumerate(self.processes):
-            code = process.poll()
+        for rank in range(len(self.connections)):
+            code = self._code(rank)
             if code is not None and code != 0:
                 raise self._failure(rank, code)
         if self._waiting_since and time.monotonic() - self._waiting_since > self.timeout:
-            raise WorkerError(f"no answer for {self.timeout:.0f} s", rank=self._waited, remedy="a larger --timeout")
+            host = self.connections[self._waited].host
+            what = f"no answer for {self.timeout:.0f} s"
+            raise WorkerError(what, rank=self._waited, host=host, remedy="a larger --timeout")
+
+    def _code(self, rank: int) -> int | None:
+        """Return the exit code of a rank's process; None if it runs, or another process started it."""
+        process = self.connections[rank].process
+        return None if process is None else process.poll()
 
     def _failure(self, rank: int, code: int) -> WorkerError:
-        """Return the error of the rank that failed first: others end with code 4 because of it."""
-        reports = []
+        """Return the error of the rank that failed first: others end with code ``LOST`` because of it."""
+        reports, gone = [], []
         for other, wire in enumerate(self.wires):
-            with contextlib.suppress(GoneError, OSError, WorkerError):
-                while wire.ready():
-                    message = wire.receive()
-                    if message[0] == "error":
-                        reports.append((other, message))
+            with contextlib.suppress(OSError, WorkerError):
+                try:
+                    while wire.ready():
+                        message = wire.receive()
+                        if message[0] == "error":
+                            reports.append((other, message))
+                except GoneError:
+                    gone.append(other)
         if reports:
             other, message = reports[0]
-            return _failed(other, message)
-        dead = [(r, p.poll()) for r, p in enumerate(self.processes)]
-        first = next(((r, c) for r, c in dead if c not in (None, 0, 4)), (rank, code))
-        how = f"was killed by signal {-first[1]}" if (first[1] or 0) < 0 else f"ended with code {first[1]}"
+            return self._failed(other, message)
+        codes = [(other, self._code(other)) for other in range(len(self.connections))]
+        failed = [(other, found) for other, found in codes if found not in (None, 0, LOST)]
+        elsewhere = [other for other in gone if self.connections[other].process is None]
+        if failed:
+            rank, code = failed[0][0], failed[0][1] or 0
+        elif elsewhere:
+            rank = elsewhere[0]
+        host = self.connections[rank].host
+        if host:
+            how = "is gone: it was killed, or its host does not answer"
+        else:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return WorkerError(
-            f"the process of a stage {how}; the run cannot continue", rank=first[0], remedy="start it again"
+            f"the process of a stage {how}; the run cannot continue", rank=rank, host=host, remedy="start it again"
         )
+
+    def _failed(self, rank: int, message: list[str]) -> WorkerError:
+        """Return the error for a rank's report: ["error", text, traceback]."""
+        what, host = f"a stage failed: {message[1]}", self.connections[rank].host
+        return WorkerError(what, rank=rank, host=host, stage=rank, remote_traceback=message[2])
 
     def send(self, rank: int, command: Any) -> None:
         """Send a command without waiting. Raises: WorkerError, UnsendableError, RefusedError."""
@@ -120,36 +158,38 @@ class Ranks:
         finally:
             self._waiting_since = 0.0
         if message[0] == "error":
-            raise _failed(rank, message)
+            raise self._failed(rank, message)
         return message[-1]
 
     def _gone(self, rank: int) -> WorkerError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[rank].wait(5.0)
-        code = self.processes[rank].poll()
+        process = self.connections[rank].process
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+        code = self._code(rank)
         return self._failure(rank, -1 if code is None else code)
 
     def close(self, *, failed: bool) -> None:
         """End the ranks: in order, or at once if the run has failed. Does nothing in a forked process."""
         if os.getpid() != self.owner:
             return
+        processes = [connection.process for connection in self.connections if connection.process is not None]
         if not failed:
             with contextlib.suppress(WorkerError):
                 for rank in range(self.count):
                     self.send(rank, ["end"])
                 for wire in self.wires:
                     wire.close()
-                for process in self.processes:
+                for process in processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(10.0)
-        for process in self.processes:
+        for connection in self.connections:  # a rank elsewhere ends with its connection
+            with contextlib.suppress(OSError):
+                connection.end.shutdown(socket.SHUT_RDWR)
+            connection.end.close()
+        for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
         if self.temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _failed(rank: int, message: list[str]) -> WorkerError:
-    """Return the error for a rank's report: ["error", text, traceback]."""
-    return WorkerError(f"a stage failed: {message[1]}", rank=rank, stage=rank, remote_traceback=message[2])

@@ -14,6 +14,7 @@ from autopipe.script.checking import Reference
 from autopipe.script.execution import INTERRUPTED, execute, report
 from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
+from autopipe.script.places import Places
 
 __all__ = ["INTERRUPTED", "end_by_interrupt", "run_script"]
 
@@ -22,18 +23,18 @@ def run_script(
     script: Path,
     words: list[str],
     *,
-    count: int,
+    places: Places,
     timeout: float,
     folder: Path | None,
     steps: int,
     parts: int = 1,
     quiet: bool = False,
 ) -> int:
-    """Run a script with its arguments in ``count`` stages; return its exit code.
+    """Run a script with its arguments, and its model in stages; return its exit code.
 
-    ``timeout``: seconds that a rank may be silent. ``folder``: where the stage files remain. ``steps``: optimizer steps
-    that are compared with the script in a process of its own; 0 for none. ``parts``: into which the batch of each
-    training call is cut.
+    ``places``: of the ranks, one for each stage. ``timeout``: seconds that a rank may be silent. ``folder``: where the
+    stage files remain. ``steps``: optimizer steps that are compared with the script in a process of its own; 0 for
+    none. ``parts``: into which the batch of each training call is cut.
 
     Raises: RunError if the file cannot be read.
     """
@@ -42,7 +43,7 @@ def run_script(
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
     notes = Notes(quiet=quiet)
-    installed = Patches(count, timeout=timeout, folder=folder, notes=notes, parts=parts)
+    installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
     reference = None
     if steps:
         reference = Reference.started(script, words, text, steps, installed)
@@ -71,6 +72,8 @@ def run_script(
     finally:
         for controller in patching.starting:
             controller.close(failed=failed)
+        if not patching.starting:
+            places.end(failed=failed)
         if reference is not None:
             reference.end()
     return code

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "runtime": _RUN,
     "verify": _RUN,
     "launch": {*_RUN, "report"},
-    "script": _RUN,
+    "script": {*_RUN, "launch"},
     "commands": {*_RUN, "report", "verify", "launch", "script"},
     "sweep": {*_RUN, "report", "verify", "launch", "commands"},
     "pipeline": {"errors", "commands", "report"},

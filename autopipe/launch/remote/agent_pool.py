@@ -18,17 +18,17 @@ from autopipe.launch.remote.connections import Connections, Lost
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.request import LaunchSettings
 
-_MODULE = ("-P", "-m", "autopipe.launch.remote.agent")
+_AGENT = "autopipe.launch.remote.agent"
 _OPTIONS = ("BatchMode=yes", "ServerAliveInterval=2", "ServerAliveCountMax=2", "ConnectTimeout=10")
 
 
-def command_of(host: str, settings: LaunchSettings) -> tuple[str, ...]:
-    """Return the command that starts the agent on a host. This machine needs no ssh.
+def command_of(host: str, settings: LaunchSettings, module: str = _AGENT) -> tuple[str, ...]:
+    """Return the command that starts the agent, or another module, on a host. This machine needs no ssh.
 
     The remote shell reads one word: the interpreter's path and constants, each quoted. The instructions follow on
     stdin, where neither a shell nor the list of processes sees them.
     """
-    agent = (settings.remote_python or sys.executable, *_MODULE)
+    agent = (settings.remote_python or sys.executable, "-P", "-m", module)
     if host in HERE:
         return agent
     config = ("-F", str(settings.ssh_config)) if settings.ssh_config is not None else ()

@@ -70,6 +70,12 @@ _LAUNCHERS = (
 )
 
 
+_OF_TORCHRUN = (
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+)
+
+
 def read_identity(environment: Mapping[str, str]) -> RankIdentity:
     """Read the rank of this process from its environment.
 
@@ -108,6 +114,12 @@ def read_identity(environment: Mapping[str, str]) -> RankIdentity:
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", "torchrun", 0) if attempt else 0,
         store_exists=names.launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def variables() -> frozenset[str]:
+    """Return the names of the variables that make a process a rank, under any launcher."""
+    own = {name for names in _LAUNCHERS for name in (names.rank, names.world_size, names.local_rank, names.counts)}
+    return frozenset(own | {"MASTER_ADDR", "MASTER_PORT", *_OF_TORCHRUN})
 
 
 def on_two_hosts(environment: Mapping[str, str]) -> RankIdentity | None:

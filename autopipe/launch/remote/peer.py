@@ -30,6 +30,11 @@ LEAVE_SECONDS = 5.0
 
 
 def connect(host: str, port: int, seconds: float = protocol.GATHER_SECONDS) -> MessageStream:
+    """Return messages to and from rank 0's process. Raises: RunError as ``connected``."""
+    return MessageStream.over(connected(host, port, seconds))
+
+
+def connected(host: str, port: int, seconds: float = protocol.GATHER_SECONDS) -> socket.socket:
     """Connect to rank 0's process, which may not listen yet.
 
     Raises: RunError if no process listens there within ``seconds``.
@@ -38,7 +43,7 @@ def connect(host: str, port: int, seconds: float = protocol.GATHER_SECONDS) -> M
     reason = "timed out"
     while time.monotonic() < end:
         try:
-            return MessageStream.over(socket.create_connection((host, port), timeout=10.0))
+            return socket.create_connection((host, port), timeout=10.0)
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(RETRY_SECONDS)

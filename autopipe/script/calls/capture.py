@@ -26,6 +26,7 @@ from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
 from autopipe.script.calls.effects import EffectError, Effects, UnsettledError, computation, silent
 from autopipe.script.calls.fingerprint import hooks_of
+from autopipe.script.calls.uses import is_serial
 from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
 from autopipe.trace.graph.assemble import assemble
@@ -290,6 +291,7 @@ class Program:
     folder: str  # of the stage files, inside the folder of the run
     draws: tuple[Draw, ...]  # in the order of the forward
     buffers_written: frozenset[str]
+    serial: bool  # see ``uses``
 
     def forms(self, model: nn.Module, names: dict[int, str]) -> list[dict[str, Any]]:
         """Return what each rank gets of the program, without tensors. ``names``: as for ``module_form``.
@@ -364,7 +366,7 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
         if _draws_by_values(draw.node, recording):
             raise TraceError(f"{draw.node.name} draws as many random numbers as its values demand")
     written = frozenset(buffer for node in graph.nodes for buffer in node.buffers_written)
-    return Program(number, recording, plan, name, draws, written)
+    return Program(number, recording, plan, name, draws, written, is_serial(graph, plan))
 
 
 # how many numbers these consume depends on their input: the script's generator could not follow

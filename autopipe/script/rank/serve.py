@@ -18,11 +18,14 @@ import traceback
 from collections import deque
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from autopipe.launch.rank.store import open_store
+from autopipe.launch.remote import network
 from autopipe.runtime.transport.base import TransportClosed
+from autopipe.runtime.transport.distributed import file_store
 from autopipe.script.codec import Value
 from autopipe.script.rank.optimizers import RankOptimizers
 from autopipe.script.rank.stages import RankStages
@@ -30,14 +33,18 @@ from autopipe.script.settings import set_all
 from autopipe.script.wire import GoneError, Wire
 
 _FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
+FILE, LISTEN = "file", "listen"
+"""Where the ranks meet, other than an address: in a file of their folder; or where this rank then listens."""
+LOST = 4
+"""The exit code of a rank that ends because another process has."""
 
 
 class Rank:
     """One rank: its stages, the values of the tail if it is the last one, and the optimizers of its parameters."""
 
-    def __init__(self, wire: Wire, rank: int, count: int, folder: Path, timeout: float) -> None:
+    def __init__(self, wire: Wire, rank: int, count: int, folder: Path, timeout: float, store: Any) -> None:
         self.wire, self.rank, self.last = wire, rank, rank == count - 1
-        self.stages = RankStages(rank, count, folder, timeout)
+        self.stages = RankStages(rank, count, folder, timeout, store)
         self.optimizers = RankOptimizers(self.stages)
         self.values: dict[int, Any] = {}  # of the tail, by number
         self.waiting: deque[list[Any]] = deque()  # backwards
@@ -101,12 +108,12 @@ class Rank:
         else:
             self.values[key] = result
 
-    def backward(self, calls: list[int], root: int, gradient: Any, retain: bool) -> None:
+    def backward(self, calls: list[int], root: int, gradient: Any, retain: bool, serial: bool) -> None:
         """Run the backward of a loss, on the last rank first, then through the calls, latest first."""
         if self.last:
             given = self.values[gradient] if isinstance(gradient, Value) else gradient
             torch.autograd.backward(self.values[root], given, retain_graph=retain)
-        self.stages.backward(calls, retain)
+        self.stages.backward(calls, retain, serial)
 
     def free(self, keys: list[int], calls: list[int]) -> None:
         """Drop values that the script has dropped, and calls that no backward can reach."""
@@ -213,32 +220,59 @@ def main(words: list[str]) -> None:
     place, seconds = Path(words[4]), float(words[5])
     folder = place if "temporary" in words[6:] else None
     _end_with(parent, folder)
-    wire = Wire(socket(fileno=descriptor))
-    try:
-        settings = wire.receive()
-        sys.path[:] = settings["path"]
-        set_all(settings)
-        served = Rank(wire, rank, count, place, seconds)
-        wire.send(["ready"])
-        served.serve()
-    except (GoneError, TransportClosed):
-        # another process has failed and reports it; or the parent was killed, whose sockets close before it has ended
+    code = attend(Wire(socket(fileno=descriptor)), rank, count, place, seconds)
+    if code == LOST:  # perhaps the parent was killed, whose sockets close before it has ended
         for _ in range(100):
             if os.getppid() != parent:
                 _remove(folder)
                 break
             time.sleep(0.02)
-        _exit(4)
+    leave(code)
+
+
+def attend(wire: Wire, rank: int, count: int, folder: Path, seconds: float, address: str = "") -> int:
+    """Serve until the controller ends the run, and return the exit code.
+
+    ``folder``: for stage files; ``seconds``: until a wait for another rank fails; ``address``: at which other hosts
+    reach this one.
+    """
+    try:
+        settings = wire.receive()
+        if settings == ["end"]:  # the script trains nothing
+            wire.close()
+            return 0
+        sys.path[:] = settings["path"]
+        set_all(settings)
+        store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
+        served = Rank(wire, rank, count, folder, seconds, store)
+        wire.send(["ready"])
+        served.serve()
+    except (GoneError, TransportClosed):  # another process has failed and reports it
+        return LOST
     except BaseException as error:
         with contextlib.suppress(Exception):
             wire.send(["error", f"{type(error).__name__}: {error}", traceback.format_exc()])
             wire.close()
-        _exit(3)
+        return 3
     wire.close()
-    _exit(0)
+    return 0
 
 
-def _exit(code: int) -> None:
+def _store_of(wire: Wire, text: str, rank: int, count: int, folder: Path, seconds: float, address: str) -> Any:
+    """Return the store in which the ranks meet. ``text``: its address; LISTEN: this rank listens, and tells it."""
+    if text == FILE:
+        return file_store(folder / "store", count)
+    listener = None
+    if text == LISTEN:
+        listener = network.listen(address)
+        text = network.tcp_address(*listener.getsockname()[:2])
+        wire.send(["value", text])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", network.interface_towards(network.parse_tcp(text)[0]))
+    return open_store(text, rank, count, timeout_seconds=seconds, listener=listener)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -256,7 +290,7 @@ def _end_with(parent: int, folder: Path | None) -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         _remove(folder)
-        os._exit(4)
+        os._exit(LOST)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 

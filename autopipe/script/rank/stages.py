@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.transport.absent import absent, is_absent
-from autopipe.runtime.transport.distributed import ProcessTransport, file_store, start_process_group
+from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.script.codec import rebuilt_module
 from autopipe.stage import Container, Stage
 from autopipe.strides import Layout
@@ -62,6 +63,26 @@ class _Flight:
         self.leaves: list[Tensor] = []  # what the tail reads in place of the outputs
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """How the gradients of the calls of one backward are added.
+
+    ``serial``: the sum over the calls before is the first gradient of the next call. That of a tied parameter goes from
+    its first stage, where the last use of a call is added, to its last stage, where the first one will be. Otherwise
+    each stage adds at most one gradient of a call, and calls need not wait for each other.
+    """
+
+    several: bool  # more calls belong to this backward
+    serial: bool
+    first: bool
+    last: bool
+
+    @property
+    def are_passed_on(self) -> bool:
+        """Whether this call begins with the sum over those before."""
+        return self.serial and not self.first
+
+
 class RankStages:
     """Tensors, modules and programs of one rank.
 
@@ -69,7 +90,8 @@ class RankStages:
     earlier rank has.
     """
 
-    def __init__(self, rank: int, count: int, folder: Path, timeout: float) -> None:
+    def __init__(self, rank: int, count: int, folder: Path, timeout: float, store: Any) -> None:
+        """``folder``: of the stage files; ``timeout``: seconds; ``store``: torch's, in which the ranks meet."""
         self.rank, self.count, self.folder, self.timeout = rank, count, folder, timeout
         self.tensors: dict[str, Tensor] = {}
         self.owned: set[str] = set()
@@ -78,7 +100,7 @@ class RankStages:
         self.programs: dict[int, _Program] = {}
         self.flights: dict[int, _Flight] = {}
         self._current = -1
-        start_process_group(file_store(folder / "store", count), rank, count, timeout_seconds=timeout)
+        start_process_group(store, rank, count, timeout_seconds=timeout)
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         self.transport = ProcessTransport(
             [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
@@ -105,6 +127,9 @@ class RankStages:
         for path, module in form["modules"].items():
             self.modules[path] = rebuilt_module(module, self.tensors)
         folder = self.folder / form["folder"]
+        for name, content in form["files"].items():  # of a rank on another host
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content.numpy().tobytes())
         kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
         kind.SPARE = ()  # state that no call reads stays in ``tensors``
         stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
@@ -175,24 +200,29 @@ class RankStages:
             return [leaf.clone() if leaf.requires_grad else leaf for leaf in flight.leaves]
         return outputs
 
-    def backward(self, calls: list[int], retain: bool) -> None:
-        """Run the backwards of calls, latest first, and add their gradients in the order of one backward."""
+    def backward(self, calls: list[int], retain: bool, serial: bool) -> None:
+        """Run the backwards of calls, latest first, and add their gradients in the order of one backward.
+
+        Autograd adds each use of a parameter in turn. Several calls run in one backward of this rank, too, unless the
+        gradients of tied parameters travel between the ranks call by call. ``serial``: see ``script.calls.uses``.
+        """
         before: dict[str, Tensor] = {}
         if len(calls) > 1:  # autograd adds the gradients of all calls before it adds them to ``grad``
             for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     before[name], tensor.grad = tensor.grad, None
-        for call in calls:
-            flight = self.flights[call] if retain else self.flights.pop(call)
-            self._backward(flight, retain, several=len(calls) > 1)
+        flights = [self.flights[call] if retain else self.flights.pop(call) for call in calls]
+        groups = [[flight] for flight in flights] if self.ties else [flights]
+        for position, group in enumerate(groups):
+            sums = _Sums(len(groups) > 1, serial, first=position == 0, last=position == len(groups) - 1)
+            self._backward(group, retain, sums)
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
                 gradient.add_(tensor.grad)
             tensor.grad = gradient
 
-    def _backward(self, flight: _Flight, retain: bool, *, several: bool) -> None:
-        """``several``: more calls belong to this backward, and autograd adds each use of a tied parameter in turn."""
+    def _backward(self, flights: list[_Flight], retain: bool, sums: _Sums) -> None:
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
 
@@ -201,34 +231,47 @@ class RankStages:
                 roots.append(value)
                 gradients.append(gradient)
 
-        for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
-            add(output, leaf.grad)
-            leaf.grad = None
-        for crossing in flight.program.crossings:
-            after = crossing.next(self.rank)
-            if crossing.grad and after is not None:
-                value = flight.sent[crossing.name] if crossing.name in flight.sent else flight.received[crossing.name]
-                add(value, self._receive(GRADIENT, after, crossing.layout))
+        if sums.are_passed_on:
+            for tensor in self.tensors.values():
+                add(tensor, tensor.grad)
+                tensor.grad = None
+        for flight in flights:
+            for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
+                add(output, leaf.grad)
+                leaf.grad = None
+            for crossing in flight.program.crossings:
+                after = crossing.next(self.rank)
+                if crossing.grad and after is not None:
+                    values = flight.sent if crossing.name in flight.sent else flight.received
+                    add(values[crossing.name], self._receive(GRADIENT, after, crossing.layout))
         for name, stages in self.ties:
             tied = self.tensors[name] if self.rank in stages else None
-            if tied is not None and tied.requires_grad and self.rank != stages[-1]:
-                after = stages[stages.index(self.rank) + 1]
-                gradient = self._receive(TIE_GRADIENT, after, Layout(tuple(tied.shape), tied.dtype))
-                if several and gradient is not None and self.rank == stages[0]:
+            if tied is None or not tied.requires_grad:
+                continue
+            layout = Layout(tuple(tied.shape), tied.dtype)
+            if self.rank != stages[-1]:
+                gradient = self._receive(TIE_GRADIENT, stages[stages.index(self.rank) + 1], layout)
+                if sums.several and not sums.serial and gradient is not None and self.rank == stages[0]:
                     tied.grad = gradient if tied.grad is None else tied.grad + gradient
                 else:
                     add(tied, gradient)
+            elif sums.are_passed_on:
+                add(tied, self._receive(TIE_VALUE, stages[0], layout))
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=retain)
-        for crossing in flight.program.receives:
-            if crossing.grad:
-                value = flight.received[crossing.name]
-                self._send(GRADIENT, crossing.previous(self.rank), value, crossing.layout)
+        for flight in flights:
+            for crossing in flight.program.receives:
+                if crossing.grad:
+                    value = flight.received[crossing.name]
+                    self._send(GRADIENT, crossing.previous(self.rank), value, crossing.layout)
         for name, stages in self.ties:
             tied = self.tensors[name] if self.rank in stages[1:] else None
             if tied is not None and tied.requires_grad:
                 before = stages[stages.index(self.rank) - 1]
                 self._send(TIE_GRADIENT, before, tied, Layout(tuple(tied.shape), tied.dtype))
+            elif sums.serial and not sums.last and self.rank == stages[0] and self.tensors[name].requires_grad:
+                tied = self.tensors[name]
+                self._send(TIE_VALUE, stages[-1], tied, Layout(tuple(tied.shape), tied.dtype))
 
     def _receive(self, kind: str, source: int, layout: Layout) -> Tensor | None:
         channel = Channel(kind, source, self.rank, source, self.rank)

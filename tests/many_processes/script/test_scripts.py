@@ -17,6 +17,9 @@ CASES = {
     "no optimizer": ("recurrent.py", (), ""),
     "trainer": ("trainer.py", (), "trainer.pt"),
     "mask": ("masked.py", (), "masked.pt"),
+    "tied over stages": ("tied_over_stages.py", (), ""),
+    "tied over stages, several calls": ("tied_over_stages.py", ("--several",), ""),
+    "several calls": ("several_calls.py", (), "several.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
     "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),
     "lightning": ("lightning_boring.py", (), "boring.pt"),
@@ -100,3 +103,10 @@ def test_parts_of_a_batch_are_refused_for_a_loss_inside_of_the_model(tmp_path: P
     assert staged.code == 1
     assert "[1] of the model is one number, such as a loss inside of its forward" in staged.errors
     assert "step 0" not in staged.output
+
+
+def test_a_gan_is_refused_with_its_line(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path)
+    assert staged.code == 1
+    assert staged.output == ""  # not one step is made
+    assert "gan.py:17" in staged.errors and "another tensor that needs a gradient" in staged.errors

@@ -1,0 +1,210 @@
+"""Where the ranks of ``autopipe run`` are: on this host, on hosts that ssh reaches, or in processes of a cluster.
+
+::
+
+    local  a process that this one starts, with a socket pair
+    ssh    ssh HOST python -m autopipe.script.rank.joining: the socket pair is ssh's stdin and stdout
+    env    rank 0 is local; every other process that the cluster started connects to this one over TCP
+
+A rank that joins sends one line first: a mark and its facts, as JSON. What a login shell prints before it is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.errors import RunError
+from autopipe.launch.forwarding import forwarded
+from autopipe.launch.remote import facts, network
+from autopipe.launch.remote.agent_pool import command_of
+from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
+from autopipe.launch.request import LaunchSettings
+
+MARK = b"autopipe-rank "
+# of the line, and of what a login shell prints before it
+_MOST_BYTES = 1 << 16
+_HELLO_SECONDS = 30.0
+JOINING = "autopipe.script.rank.joining"
+
+
+@dataclass(slots=True)
+class Connection:
+    """One rank, from the side of the controller."""
+
+    end: socket.socket
+    process: subprocess.Popen[bytes] | None = None  # which ends with the rank; None: another process started it
+    host: str = ""  # "": this one
+    joins: bool = False  # it sends its facts first, and has no folder in common with the controller
+
+
+@dataclass(slots=True)
+class Places:
+    """The places of all ranks of a run."""
+
+    count: int
+    settings: LaunchSettings = field(default_factory=LaunchSettings)
+    hosts: tuple[str, ...] = ()  # of each rank, with ssh
+    meeting: socket.socket | None = None  # where the processes of a cluster connect
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether ranks exchange values over TCP."""
+        return bool(self.hosts) or self.meeting is not None
+
+    @property
+    def address(self) -> str:
+        """The address on which rank 0 listens; "": the one at which its host was reached."""
+        return "" if self.meeting is None else str(self.meeting.getsockname()[0])
+
+    def connect(self, local: Callable[[int], Connection], timeout: float) -> list[Connection]:
+        """Return the connections to all ranks. ``local``: starts a rank here; ``timeout``: seconds of silence.
+
+        Raises: RunError if a rank does not join, or its host has other versions.
+        """
+        if self.meeting is not None:
+            joined = _joined(self.meeting, self.count)
+            return [local(0), *(joined[rank] for rank in range(1, self.count))]
+        if not self.hosts:
+            return [local(rank) for rank in range(self.count)]
+        connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
+        try:
+            for rank, connection in enumerate(connections):
+                _refuse_other_versions(_hello_of(connection.end, rank, connection.host, START_SECONDS), connection.host)
+        except BaseException:
+            for connection in connections:
+                assert connection.process is not None, "ssh started it"
+                connection.process.kill()
+                connection.process.wait()
+            raise
+        return connections
+
+    def _over_ssh(self, rank: int, host: str, timeout: float) -> Connection:
+        command = command_of(host, self.settings, JOINING)
+        here, there = socket.socketpair()
+        with there:
+            try:
+                # what the rank prints is on ssh's stderr: stdout belongs to the messages
+                process = subprocess.Popen(command, stdin=there.fileno(), stdout=there.fileno(), start_new_session=True)
+            except OSError as error:
+                here.close()
+                remedy = "install OpenSSH's client" if command[0] == "ssh" else "check --remote-python"
+                raise RunError(f"{command[0]} cannot be started: {error.strerror}", remedy=remedy) from None
+        task = {
+            "rank": rank,
+            "count": self.count,
+            "timeout": timeout,
+            "folder": str(Path.cwd()),
+            "environment": forwarded(os.environ),
+            "interface": self.settings.interface,
+        }
+        with contextlib.suppress(OSError):  # ssh has ended, which the next read notices
+            here.sendall(json.dumps(task).encode() + b"\n")
+        return Connection(here, process, host, joins=True)
+
+    def end(self, *, failed: bool) -> None:
+        """Let processes that have not joined end: a script that trains nothing needs no ranks."""
+        if self.meeting is None:
+            return
+        from autopipe.script.wire import Wire
+
+        with self.meeting:
+            if failed:
+                return
+            for connection in _joined(self.meeting, self.count).values():
+                wire = Wire(connection.end)
+                wire.send(["end"])
+                wire.close()
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the files of a folder of stage files, as bytes, for a rank on another host."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return {path.name: torch.tensor(list(path.read_bytes()), dtype=torch.uint8) for path in files}
+
+
+def hello(rank: int) -> bytes:
+    """Return the line that a rank sends when it joins."""
+    return MARK + json.dumps({"rank": rank, **facts.collect(devices=False)}).encode() + b"\n"
+
+
+def _joined(meeting: socket.socket, count: int) -> dict[int, Connection]:
+    """Wait for all ranks but the first. Raises: RunError that names those that did not connect."""
+    joined: dict[int, Connection] = {}
+    end = time.monotonic() + GATHER_SECONDS
+    while len(joined) < count - 1:
+        meeting.settimeout(max(end - time.monotonic(), 0.001))
+        try:
+            connection, _ = meeting.accept()
+        except TimeoutError:
+            missing = [str(rank) for rank in range(1, count) if rank not in joined]
+            raise RunError(
+                f"rank {', '.join(missing)} did not connect within {GATHER_SECONDS:.0f} s",
+                remedy="see the launcher's output for these ranks",
+            ) from None
+        try:
+            found = _hello_of(connection, -1, "", _HELLO_SECONDS)
+        except RunError:  # another program
+            connection.close()
+            continue
+        rank, host = found["rank"], str(found["host_name"])
+        if type(rank) is not int or not 0 < rank < count or rank in joined:
+            connection.close()
+            continue
+        _refuse_other_versions(found, host)
+        joined[rank] = Connection(connection, None, host, joins=True)
+    return joined
+
+
+def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[str, Any]:
+    """Return the facts that a rank sends first. Raises: RunError if it does not."""
+    end.settimeout(seconds)
+    received = bytearray()
+    try:
+        while len(received) < _MOST_BYTES:
+            byte = end.recv(1)
+            if not byte:
+                break
+            received += byte
+            if byte == b"\n":
+                line = bytes(received).rpartition(b"\n")[0].rpartition(b"\n")[2]
+                if line.startswith(MARK):
+                    end.settimeout(None)
+                    answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                    return answer
+    except (OSError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+    else:
+        why = "its process ended" if len(received) < _MOST_BYTES else "it sent something else"
+    raise RunError(
+        f"rank {rank} did not start: {why}",
+        where=host,
+        remedy=f"try `ssh {host} {sys.executable} -c 'import autopipe'`; --remote-python names another interpreter",
+    )
+
+
+def _refuse_other_versions(found: dict[str, Any], host: str) -> None:
+    own = facts.collect(devices=False)
+    for name in ("autopipe", "torch"):
+        if found.get(name) != own[name]:
+            raise RunError(
+                f"{host} has {name} {found.get(name) or 'not at all'}, and this host has {own[name]}",
+                remedy="install the same versions on all hosts, or name the interpreter with --remote-python",
+            )
+
+
+def addresses_refused(settings: LaunchSettings, addresses: Sequence[str]) -> None:
+    """Refuse addresses of the public internet. Raises: RunError."""
+    for address in addresses:
+        network.refuse_public(address, trusted=settings.trust_network)
