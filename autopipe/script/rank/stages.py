@@ -182,17 +182,21 @@ class RankStages:
             for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     before[name], tensor.grad = tensor.grad, None
-        for call in calls:
+        for position, call in enumerate(calls):
             flight = self.flights[call] if retain else self.flights.pop(call)
-            self._backward(flight, retain, several=len(calls) > 1)
+            self._backward(flight, retain, first=position == 0, last=position == len(calls) - 1)
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
                 gradient.add_(tensor.grad)
             tensor.grad = gradient
 
-    def _backward(self, flight: _Flight, retain: bool, *, several: bool) -> None:
-        """``several``: more calls belong to this backward, and autograd adds each use of a tied parameter in turn."""
+    def _backward(self, flight: _Flight, retain: bool, *, first: bool, last: bool) -> None:
+        """``first``, ``last``: among the calls of one backward. Autograd adds each use of a parameter in turn.
+
+        So the sum over the calls before is the first gradient of this one. That of a tied parameter goes from its
+        first stage, where the last use of a call was added, to its last stage, where the first one will be.
+        """
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
 
@@ -201,6 +205,10 @@ class RankStages:
                 roots.append(value)
                 gradients.append(gradient)
 
+        if not first:
+            for tensor in self.tensors.values():
+                add(tensor, tensor.grad)
+                tensor.grad = None
         for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
             add(output, leaf.grad)
             leaf.grad = None
@@ -211,13 +219,12 @@ class RankStages:
                 add(value, self._receive(GRADIENT, after, crossing.layout))
         for name, stages in self.ties:
             tied = self.tensors[name] if self.rank in stages else None
-            if tied is not None and tied.requires_grad and self.rank != stages[-1]:
-                after = stages[stages.index(self.rank) + 1]
-                gradient = self._receive(TIE_GRADIENT, after, Layout(tuple(tied.shape), tied.dtype))
-                if several and gradient is not None and self.rank == stages[0]:
-                    tied.grad = gradient if tied.grad is None else tied.grad + gradient
-                else:
-                    add(tied, gradient)
+            if tied is not None and tied.requires_grad:
+                layout = Layout(tuple(tied.shape), tied.dtype)
+                if self.rank != stages[-1]:
+                    add(tied, self._receive(TIE_GRADIENT, stages[stages.index(self.rank) + 1], layout))
+                elif not first:
+                    add(tied, self._receive(TIE_VALUE, stages[0], layout))
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=retain)
         for crossing in flight.program.receives:
@@ -229,6 +236,9 @@ class RankStages:
             if tied is not None and tied.requires_grad:
                 before = stages[stages.index(self.rank) - 1]
                 self._send(TIE_GRADIENT, before, tied, Layout(tuple(tied.shape), tied.dtype))
+            elif self.rank == stages[0] and not last and self.tensors[name].requires_grad:
+                tied = self.tensors[name]
+                self._send(TIE_VALUE, stages[-1], tied, Layout(tuple(tied.shape), tied.dtype))
 
     def _receive(self, kind: str, source: int, layout: Layout) -> Tensor | None:
         channel = Channel(kind, source, self.rank, source, self.rank)

@@ -17,6 +17,7 @@ CASES = {
     "no optimizer": ("recurrent.py", (), ""),
     "trainer": ("trainer.py", (), "trainer.pt"),
     "mask": ("masked.py", (), "masked.pt"),
+    "tied": ("tied.py", (), "tied.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
     "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),
     "lightning": ("lightning_boring.py", (), "boring.pt"),
