@@ -74,6 +74,25 @@ def test_a_script_resumes_as_it_does_in_python(tmp_path: Path) -> None:
     assert differences(tmp_path / "plain" / "language.pt", tmp_path / "staged" / "language.pt") == []
 
 
+def test_a_script_that_is_killed_goes_on_as_it_does_in_python(tmp_path: Path) -> None:
+    script = SCRIPTS / "resuming.py"
+    plain = [by_python(script, last, folder=tmp_path / "plain") for last in ("4", "8")]
+    staged = [in_stages(script, last, folder=tmp_path / "staged") for last in ("4", "8")]
+    assert [ended.code for ended in plain] == [ended.code for ended in staged] == [-9, 0], staged[1].errors
+    assert "resumed at 4" in plain[1].output
+    assert [ended.output for ended in staged] == [ended.output for ended in plain]
+    assert differences(tmp_path / "plain" / "weights.pt", tmp_path / "staged" / "weights.pt") == []
+
+
+def test_two_models_that_are_trained_through_each_other_are_refused(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path)
+    assert staged.code == 1
+    assert "of an output of the model and another tensor that needs a gradient" in staged.errors
+    assert f"{SCRIPTS / 'gan.py'}:28" in staged.errors
+    assert staged.output == ""
+    assert not (tmp_path / "gan.pt").exists()
+
+
 def test_accumulation_is_reported_as_overlap(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "language.py", "--steps", "1", folder=tmp_path)
     assert "overlap from the script's accumulation of 4 microbatches" in staged.errors
