@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -231,6 +232,12 @@ def _line() -> str:
 _OF_TORCH = [(place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
 _OF_TORCH.extend(((torch.random, "fork_rng"), (torch, "save"), (torch, "load")))
 _OF_PYTHON = [(os, name) for name in ("stat", "lstat", "access", "read", "write")]  # they raise no audit event
+_CLOCKS = [
+    (time, name)
+    for clock in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+    for name in (clock, f"{clock}_ns")
+]
+_CLOCKS.extend((time, name) for name in ("localtime", "gmtime", "ctime", "strftime"))
 
 
 @contextlib.contextmanager
@@ -254,7 +261,7 @@ def silent() -> Iterator[None]:
     sys.stdout = _Stream(watch, out, "standard output", libraries=False)
     sys.stderr = _Stream(watch, err, "standard error", libraries=True)
     logging.Logger.handle = refuse  # type: ignore[method-assign,assignment]
-    originals = [(place, name, getattr(place, name)) for place, name in (*_OF_TORCH, *_OF_PYTHON)]
+    originals = [(place, name, getattr(place, name)) for place, name in (*_OF_TORCH, *_OF_PYTHON, *_CLOCKS)]
     for place, name, original in originals:
         setattr(place, name, _refusing(watch, original, direct=place is not os))
     _watching.append(watch)

@@ -44,6 +44,8 @@ REFUSED = {
     "saves_a_tensor": "calls torch.serialization.save",
     "makes_a_folder": "calls",
     "sets_the_environment": "calls os.putenv",
+    "reads_the_clock": "calls time.time",
+    "reads_the_clock_in_nanoseconds": "calls time.perf_counter_ns",
     "draws_from_random": "draws from Python's random",
     "draws_a_branch": "draws from Python's random",
     "draws_from_numpy": "draws from numpy.random",

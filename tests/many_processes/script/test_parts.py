@@ -168,3 +168,10 @@ def test_the_uses_of_a_tied_parameter_are_added_part_by_part(tmp_path: Path) -> 
     staged = in_stages(script, folder=tmp_path, options=("--num-microbatches", "3", "--check", "3"))
     assert staged.code == 0, staged.errors
     assert "which joins the outputs of the same parts, after 3 optimizer steps" in staged.errors
+
+
+def test_the_uses_in_three_stages_are_added_part_by_part(tmp_path: Path) -> None:
+    options = ("--num-microbatches", "4", "--check", "4")
+    staged = in_stages(SCRIPTS / "tied.py", folder=tmp_path, stages=3, options=options)
+    assert staged.code == 0, staged.errors
+    assert "which joins the outputs of the same parts, after 4 optimizer steps" in staged.errors

@@ -20,6 +20,7 @@ CASES = {
     "tied over stages": ("tied_over_stages.py", (), ""),
     "tied over stages, several calls": ("tied_over_stages.py", ("--several",), ""),
     "several calls": ("several_calls.py", (), "several.pt"),
+    "tied": ("tied.py", (), "tied.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
     "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),
     "lightning": ("lightning_boring.py", (), "boring.pt"),
@@ -76,6 +77,25 @@ def test_a_script_resumes_as_it_does_in_python(tmp_path: Path) -> None:
     assert differences(tmp_path / "plain" / "language.pt", tmp_path / "staged" / "language.pt") == []
 
 
+def test_a_script_that_is_killed_goes_on_as_it_does_in_python(tmp_path: Path) -> None:
+    script = SCRIPTS / "resuming.py"
+    plain = [by_python(script, last, folder=tmp_path / "plain") for last in ("4", "8")]
+    staged = [in_stages(script, last, folder=tmp_path / "staged") for last in ("4", "8")]
+    assert [ended.code for ended in plain] == [ended.code for ended in staged] == [-9, 0], staged[1].errors
+    assert "resumed at 4" in plain[1].output
+    assert [ended.output for ended in staged] == [ended.output for ended in plain]
+    assert differences(tmp_path / "plain" / "weights.pt", tmp_path / "staged" / "weights.pt") == []
+
+
+def test_two_models_that_are_trained_through_each_other_are_refused(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path)
+    assert staged.code == 1
+    assert "of an output of the model and another tensor that needs a gradient" in staged.errors
+    assert f"{SCRIPTS / 'gan.py'}:28" in staged.errors
+    assert staged.output == ""
+    assert not (tmp_path / "gan.pt").exists()
+
+
 def test_accumulation_is_reported_as_overlap(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "language.py", "--steps", "1", folder=tmp_path)
     assert "overlap from the script's accumulation of 4 microbatches" in staged.errors
@@ -103,10 +123,3 @@ def test_parts_of_a_batch_are_refused_for_a_loss_inside_of_the_model(tmp_path: P
     assert staged.code == 1
     assert "[1] of the model is one number, such as a loss inside of its forward" in staged.errors
     assert "step 0" not in staged.output
-
-
-def test_a_gan_is_refused_with_its_line(tmp_path: Path) -> None:
-    staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path)
-    assert staged.code == 1
-    assert staged.output == ""  # not one step is made
-    assert "gan.py:17" in staged.errors and "another tensor that needs a gradient" in staged.errors

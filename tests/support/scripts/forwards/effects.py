@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import sys
+import time
 from collections import defaultdict, deque
 from pathlib import Path
 
@@ -310,6 +311,16 @@ class sets_the_environment:
 
     def show():
         return os.environ["FORWARDS"]
+
+
+class reads_the_clock:
+    def inside(net, h):
+        return h * (1 + time.time() % 1)
+
+
+class reads_the_clock_in_nanoseconds:
+    def inside(net, h):
+        return h if time.perf_counter_ns() % 2 else -h
 
 
 if __name__ == "__main__":
