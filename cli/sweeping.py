@@ -6,16 +6,13 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from . import documents, failures, launching, options
 from .live import SENTENCES, shown
 from .terminal import Terminal
-
-if TYPE_CHECKING:
-    pass
 
 LINE_EVERY_SECONDS = 10.0
 
@@ -27,6 +24,12 @@ LINE_EVERY_SECONDS = 10.0
     metavar="0,1|N",
     help="GPUs by index, or a number of devices; on a CPU, of processes. [default: as in FILE, else all]",
 )
+@options.option(
+    "--jobs-per-device",
+    metavar="auto|K",
+    help="Jobs that may share a device if their stages take turns on it (--schedule spilled): one computes while the "
+    "others copy. auto: as many as the simulation says. [default: as in FILE, else 1]",
+)
 @options.option("--resume", is_flag=True, help="Continue the sweep; failed jobs are tried again.")
 @options.option("--dry-run", is_flag=True, help="Measure the models and print the predicted timetable.")
 @options.option(
@@ -37,7 +40,13 @@ LINE_EVERY_SECONDS = 10.0
 )
 @options.output
 def sweep_command(
-    terminal: Terminal, file: Path, devices: str | None, resume: bool, dry_run: bool, sweep_dir: Path | None
+    terminal: Terminal,
+    file: Path,
+    devices: str | None,
+    jobs_per_device: str | None,
+    resume: bool,
+    dry_run: bool,
+    sweep_dir: Path | None,
 ) -> int:
     """Train the jobs of FILE, a TOML file, on the devices of this machine; longest remaining time first.
 
@@ -46,27 +55,32 @@ def sweep_command(
     fails is a row of the table with its error. The model files are code, and they are run.
     """
     from autopipe.sweep.api import sweep, timetable
-    from autopipe.sweep.file import parse_devices, read_sweep
+    from autopipe.sweep.file import parse_devices, parse_jobs_per_device, read_sweep
 
     read_sweep(file)  # an error in it appears at once, before torch is imported
-    try:
-        parse_devices(devices or "auto")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--devices") from None
+    for option, parse, text in (
+        ("--devices", parse_devices, devices),
+        ("--jobs-per-device", parse_jobs_per_device, jobs_per_device),
+    ):
+        try:
+            parse("auto" if text is None else text)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint=option) from None
     launching.fork_early(terminal, also="autopipe.sweep.child")
     from autopipe.report import sweeps
 
-    given = {"--devices": devices, "--sweep-dir": sweep_dir}
+    given = {"--devices": devices, "--jobs-per-device": jobs_per_device, "--sweep-dir": sweep_dir}
+    how: Any = {"devices": devices, "jobs_per_device": jobs_per_device, "resume": resume, "sweep_dir": sweep_dir}
     again = shlex.join([str(file), *(word for key, value in given.items() if value for word in (key, str(value)))])
     if dry_run:
         with shown(terminal, Lines, Table) as events:
-            planned = timetable(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
+            planned = timetable(file, **how, on_event=events)
         terminal.table(*sweeps.timetable_tables(planned))
         terminal.document("sweep", documents.fields_of(planned))
-        terminal.next(f"autopipe sweep {again}")
+        terminal.next(f"autopipe sweep {again}{' --resume' if resume else ''}")
         return 0
     with shown(terminal, Lines, Table) as events:
-        result = sweep(file, devices=devices, resume=resume, sweep_dir=sweep_dir, on_event=events)
+        result = sweep(file, **how, on_event=events)
     terminal.table(*sweeps.result_tables(result))
     terminal.document("sweep", documents.fields_of(result))
     if result.stopped:

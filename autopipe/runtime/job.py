@@ -79,6 +79,8 @@ class Job:
     device_budget_bytes: int = 0
     # one of ``DATA_READERS``: each rank reads, or rank 0 reads for all
     data_reader: str = "each"
+    # a run that resumes is evaluated first: the one before was killed while it evaluated
+    evaluate_first: bool = False
     # a resumed run must read the same data as before
     same_data: bool = True
     # one of ``REPLAYS``: how much of earlier epochs a resumed run reads again; see ``runtime.batches.source``

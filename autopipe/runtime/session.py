@@ -128,6 +128,8 @@ class RankSession:
         windows = Windows(self.job, self.context.plan, reader, self.reporter)
         self.executor.stepper.before_step = reader.settle
         try:
+            if self.job.evaluate_first:
+                self.evaluate(None, step)
             for window in windows.walk(step, place):
                 self._run_window(window)
                 reader.settle()

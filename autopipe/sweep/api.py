@@ -16,7 +16,7 @@ from autopipe.errors import RunError
 from autopipe.launch.rank.signals import StopRequest
 from autopipe.report.results import SweepResult, SweepRow, Timetable
 from autopipe.sweep import state
-from autopipe.sweep.file import SweepFile, parse_devices, read_sweep
+from autopipe.sweep.file import SweepFile, parse_devices, parse_jobs_per_device, read_sweep
 
 if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor
@@ -30,19 +30,22 @@ def sweep(
     devices: int | str | tuple[int, ...] | list[int] | None = None,
     resume: bool = False,
     sweep_dir: str | Path | None = None,
+    jobs_per_device: int | str | None = None,
     on_event: Events | None = None,
     stop: StopEvent | None = None,
 ) -> SweepResult:
     """Train the jobs of a sweep file, and return one row a job, best first.
 
     ``devices``: their number, or which; it replaces that of the file. ``resume``: continue the sweep of ``sweep_dir``,
-    whose default is ``.autopipe/sweeps/NAME``. ``on_event``: called with the kind and the fields of each event.
+    whose default is ``.autopipe/sweeps/NAME``. ``jobs_per_device``: how many jobs may share a device, or ``"auto"``; it
+    replaces that of the file. ``on_event``: called with the kind and the fields of each event.
     ``stop``: once its ``is_set()`` returns true, every job stops after its minibatch, with a checkpoint; without it,
     signals request that. A job that fails is a row with its error.
 
-    Raises: RunError that names the key of the file, or if the folder has another sweep; ValueError for ``devices``.
+    Raises: RunError that names the key of the file, or if the folder has another sweep; ValueError for ``devices`` and
+    ``jobs_per_device``.
     """
-    with _begun(path, devices, resume, sweep_dir, on_event, stop) as supervisor:
+    with _begun(path, devices, resume, sweep_dir, jobs_per_device, on_event, stop) as supervisor:
         supervisor.run()
     return _result(supervisor)
 
@@ -53,6 +56,7 @@ def timetable(
     devices: int | str | tuple[int, ...] | list[int] | None = None,
     resume: bool = False,
     sweep_dir: str | Path | None = None,
+    jobs_per_device: int | str | None = None,
     on_event: Events | None = None,
 ) -> Timetable:
     """Prepare the jobs of a sweep file, and predict its course without training. The arguments are those of ``sweep``.
@@ -63,7 +67,7 @@ def timetable(
     """
     from autopipe.sweep.timetable import predict
 
-    with _begun(path, devices, resume, sweep_dir, on_event, None) as supervisor:
+    with _begun(path, devices, resume, sweep_dir, jobs_per_device, on_event, None) as supervisor:
         supervisor.only_prepare = True
         if not supervisor.run():
             raise KeyboardInterrupt
@@ -72,26 +76,36 @@ def timetable(
 
 @contextlib.contextmanager
 def _begun(
-    path: str | Path, devices: Any, resume: bool, sweep_dir: str | Path | None, on_event: Events | None, stop: Any
+    path: str | Path,
+    devices: Any,
+    resume: bool,
+    sweep_dir: str | Path | None,
+    jobs_per_device: int | str | None,
+    on_event: Events | None,
+    stop: Any,
 ) -> Iterator[Supervisor]:
     """Validate everything, lock the folder, and yield the supervisor of the sweep."""
     refuse_unguarded()
     file = read_sweep(Path(path))
     wanted = file.devices if devices is None else parse_devices(devices)
+    places = file.jobs_per_device if jobs_per_device is None else parse_jobs_per_device(jobs_per_device)
     from autopipe.sweep.board import Board
     from autopipe.sweep.devices import find_devices
     from autopipe.sweep.processes import start_server
+    from autopipe.sweep.sharing import places_wanted
     from autopipe.sweep.supervisor import Supervisor
 
     shared_devices = find_devices(wanted, file.jobs, str(path))
     folder = state.Folder(_directory(file, sweep_dir))
     requested = StopRequest(None if stop is None else stop.is_set)
     with only_one(folder.path, "runs a sweep"):
-        records = state.begin(folder, file.jobs, resume=resume)
+        begun = state.begin(folder, file, resume=resume)
+        places = places_wanted(begun.jobs_per_device, places)
         start_server()
-        board = Board.of(file, folder, records)
+        board = Board.of(file, folder, begun.jobs)
         with requested.on_signals() if stop is None else contextlib.nullcontext():
-            yield Supervisor(file, board, shared_devices, on_event or ignore_event, lambda: requested.signal_name)
+            events = on_event or ignore_event
+            yield Supervisor(file, board, shared_devices, places, events, lambda: requested.signal_name)
 
 
 def _directory(file: SweepFile, given: str | Path | None) -> Path:

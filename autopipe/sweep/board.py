@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
 from autopipe.sweep.processes import SweepProcess
 from autopipe.sweep.scheduling.leases import Waiting
+from autopipe.sweep.scheduling.simulator import ModelJob
 from autopipe.sweep.state import Folder, JobRecord
 from autopipe.sweep.structures import Structure, structures_of
 from autopipe.units import finite
@@ -23,6 +24,8 @@ from autopipe.units import finite
 UNKNOWN_SECONDS = 1e9
 # steps of a lease after which its figures count: the first ones are slower
 _ENOUGH_STEPS = 3
+# of a job that shares its device, in a simulation
+_MOST_SHARDS = 400
 
 
 @dataclass(slots=True)
@@ -79,11 +82,33 @@ class Entry:
 
     def waiting(self, now: float) -> Waiting:
         """Return it as the scheduler takes it."""
-        remaining = self.seconds_to(self.target or self.length) if self.length else UNKNOWN_SECONDS
-        if self.process is None:
-            return Waiting(self.job.number, remaining, self.job.devices)
-        ran = now - self.trained if self.trains else 0.0  # a lease is time of training, not of its start
-        return Waiting(self.job.number, remaining, self.job.devices, self.devices, ran)
+        remaining = self.remaining
+        on = () if self.process is None else self.devices
+        # a lease is time of training, not of its start
+        ran = now - self.trained if on and self.trains else 0.0
+        computes, copies = self.structure.load_of(remaining)
+        times = self.job.number, remaining, self.job.devices, on, ran, self.structure.shares
+        return Waiting(*times, computes=computes, copies=copies)
+
+    @property
+    def remaining(self) -> float:
+        """The seconds until its target, or its end."""
+        return self.seconds_to(self.target or self.length) if self.length else UNKNOWN_SECONDS
+
+    def as_model(self, *, shares: bool) -> ModelJob | None:
+        """Return what the simulation takes: all that is left of the job. None: nothing, or its length is not known.
+
+        A shard of a job is one of its steps; of a job that ``shares`` its device, a visit of a stage. Of more than
+        ``_MOST_SHARDS``, several count as one.
+        """
+        number, structure, steps = self.job.number, self.structure, self.length - self.record.step
+        if not self.length or steps <= 0:
+            return None
+        if not shares:
+            return ModelJob(number, self.step_seconds, shards=steps, devices=self.job.devices)
+        shards = min(structure.visits * steps, _MOST_SHARDS)
+        computes, copies = structure.load_of(self.seconds_to(self.length))
+        return ModelJob(number, computes / shards, copies / shards, shards, shares=True)
 
     def begin(self, process: SweepProcess, on: tuple[int, ...]) -> None:
         """Begin a lease."""
@@ -116,7 +141,7 @@ class Entry:
     def end(self, metric: str) -> None:
         """End the lease: release the devices, and read the figures of the run. ``metric``: one of ``METRICS``."""
         metrics = state.read_metrics(self.folder.run(self.job).metrics)
-        self.process, self.devices = None, ()
+        self.process, self.devices, self.stopping = None, (), False
         record = self.record
         record.seconds += time.monotonic() - self.began
         record.step = metrics.step or record.step
@@ -155,7 +180,7 @@ class Board:
     structures: list[Structure] = field(default_factory=list)
 
     @staticmethod
-    def of(sweep: SweepFile, folder: Folder, records: list[JobRecord]) -> Board:
+    def of(sweep: SweepFile, folder: Folder, records: Sequence[JobRecord]) -> Board:
         """Return the board of a sweep. ``records``: one for each job."""
         structures = structures_of(sweep.jobs)
         by_job = {job.number: structure for structure in structures for job in structure.jobs}

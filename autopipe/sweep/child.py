@@ -24,12 +24,14 @@ from autopipe.commands.locks import only_one
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.training import runs
+from autopipe.commands.training.resuming import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError
 from autopipe.ir import decoding
 from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
-from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.planning.spilled.explain import COMPUTE, TO_DEVICE, TO_HOST, bounds_of
 from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.spilling.token import ADDRESS
 from autopipe.sweep.devices import as_visible
 from autopipe.sweep.file import OPTIONS
 
@@ -52,6 +54,7 @@ class PrepareTask:
     work_dir: str
     devices: tuple[int, ...]  # GPUs; () on a CPU
     log: str  # the file for what the user's code prints
+    parts: int  # a spilled plan uses one of so many parts of the memory of the device, if it fits
     # options of the jobs whose first steps are compared with plain training, as JSON; one for each kind of comparison
     checks: tuple[str, ...]
 
@@ -71,6 +74,8 @@ class LeaseTask:
     checkpoint_every: int  # if its options do not say it
     evaluate_at_end: bool
     spilled: bool  # its stages take turns on the device
+    part_bytes: int  # the part of the device's memory that its plan uses; 0: as its options say
+    token: str  # where it takes the token of a device that it shares; "" if it does not
 
 
 def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
@@ -89,6 +94,9 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
     settings = _settings(wanted.target, wanted.options, Path(wanted.work_dir))
     with only_one(settings.plan.work_dir, "prepares the jobs of a sweep"):
         settings, prepared = _prepared(settings, progress)
+        part, spilled = None, settings.plan.schedule == "spilled"
+        if spilled and wanted.parts > 1 and settings.plan.gpus == 1:
+            settings, prepared, part = _prepared_part(settings, prepared, wanted.parts, progress)
         notes: list[str] = []
         errors = [_checked(settings, check, wanted, prepared, notes) for check in wanted.checks]
     return {
@@ -96,7 +104,9 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
         "batch_size": prepared.plan.batch_size,
         "epoch_steps": prepared.workload.batches.epoch_length,
         "schedule": prepared.plan.schedule,
-        "spilled": settings.plan.schedule == "spilled",
+        "spilled": spilled,
+        "part_bytes": part,
+        **_load(prepared, spilled),
         "kind": prepared.profile.device.kind,
         "notes": [*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)],
         "compared": notes,
@@ -113,6 +123,41 @@ def _prepared(settings: TrainSettings, progress: Any) -> tuple[TrainSettings, Pr
             raise
         plan = _spilled(settings.plan)
         return dataclasses.replace(settings, plan=plan), prepare(plan, progress)
+
+
+def _prepared_part(
+    settings: TrainSettings, prepared: Prepared, parts: int, progress: Any
+) -> tuple[TrainSettings, Prepared, int | None]:
+    """Prepare a spilled job again, with a part of the memory of its device.
+
+    Returns the bytes of the part, 0 if there is no limit, None if the job needs the device for itself: it does not fit
+    the part, or a cluster file gives its memory.
+    """
+    memory = prepared.cluster.memory_of(0)
+    if not memory:
+        return settings, prepared, 0
+    if settings.plan.cluster.file is not None:
+        return settings, prepared, None
+    smaller = _in_part(settings.plan, memory // parts)
+    try:
+        return dataclasses.replace(settings, plan=smaller), prepare(smaller, progress), memory // parts
+    except DoesNotFitError:
+        return settings, prepare(settings.plan, progress), None
+
+
+def _in_part(plan: PlanSettings, memory: int) -> PlanSettings:
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, gpu_memory_bytes=memory))
+
+
+def _load(prepared: Prepared, spilled: bool) -> dict[str, Any]:
+    """Return the predicted seconds of a step in which a spilled job computes, and copies, and its visits of stages."""
+    bounds = bounds_of(prepared.plan, prepared.profile, prepared.cluster) if spilled else ()
+    directions = [sum(entry.seconds[name] for entry in bounds) for name in (TO_DEVICE, TO_HOST)]
+    return {
+        "compute_seconds": sum(entry.seconds[COMPUTE] for entry in bounds),
+        "copy_seconds": max(directions),
+        "visits": len(bounds),
+    }
 
 
 def _spilled(plan: PlanSettings) -> PlanSettings:
@@ -142,9 +187,12 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
     Raises: the errors of ``train``.
     """
     wanted: LeaseTask = decoding.decode(LeaseTask, task, "task")
+    if wanted.token:
+        os.environ[ADDRESS] = wanted.token
     _begin(wanted.devices, Path(wanted.log))
     run, work_dir = RunDirectory(Path(wanted.run_dir)), Path(wanted.work_dir)
-    resume = bool(checkpoints.steps(run.checkpoints))
+    start = newest_intact(run)
+    resume = start >= 0
     if not resume:
         shutil.rmtree(run.path, ignore_errors=True)  # of a lease that was killed before its first checkpoint
         shutil.copytree(wanted.shared, work_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "*.log"))
@@ -152,6 +200,7 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
     settings = dataclasses.replace(
         settings,
         resume=resume,
+        resume_step=start if resume else None,
         run_dir=run.path,
         check_first=False,  # the first job of the structure was compared
     )
@@ -163,6 +212,8 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
         settings = dataclasses.replace(settings, evaluate_every=settings.steps)
     if wanted.spilled and not resume:
         settings = dataclasses.replace(settings, plan=_spilled(settings.plan))
+        if wanted.part_bytes:
+            settings = dataclasses.replace(settings, plan=_in_part(settings.plan, wanted.part_bytes))
     result = runs.train(settings, _sender(link), stop=link.stop_requested)
     return {"stopped": result.stopped, "step": result.step, "seconds": result.seconds, "steps": result.steps}
 

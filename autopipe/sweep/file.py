@@ -2,7 +2,7 @@
 
 ::
 
-    devices = "auto"; lease = "120s"; metric = "loss"
+    devices = "auto"; jobs-per-device = 1; lease = "120s"; metric = "loss"
     [defaults]              options of `autopipe train`, by their names
     [[job]]                 target, and its own options; grid = {...} or list = [...] make several jobs of it
     [stop]                  at = [200, 600]; keep = 0.5: successive halving
@@ -31,7 +31,11 @@ from autopipe.workload.target.targets import Target
 
 LEASE_SECONDS = 120.0
 METRICS = ("loss", "evaluation")
-_KEYS = ("devices", "lease", "metric", "defaults", "job", "stop")
+AUTO = 0
+"""``jobs_per_device``: as many as the simulation says."""
+MOST_PER_DEVICE = 64
+"""How many jobs may share a device. Each has a part of its memory."""
+_KEYS = ("devices", "jobs-per-device", "lease", "metric", "defaults", "job", "stop")
 _OF_A_JOB = ("name", "target", "grid", "list")
 # options of `train` that the sweep decides itself, with what replaces them
 _OF_THE_SWEEP = {
@@ -89,6 +93,7 @@ class SweepFile:
     lease_seconds: float
     metric: str  # one of ``METRICS``
     halving: Halving | None
+    jobs_per_device: int | None = None  # how many jobs may share a device, or ``AUTO``; None: the file does not say it
 
 
 def read_sweep(path: Path) -> SweepFile:
@@ -115,6 +120,16 @@ def parse_devices(value: Any) -> int | tuple[int, ...] | None:
     raise ValueError(f"{value!r} is neither auto, a number of devices, nor a list of different devices such as 0,1")
 
 
+def parse_jobs_per_device(value: Any) -> int:
+    """Return how many jobs may share a device, ``AUTO`` for ``"auto"``. Raises: ValueError."""
+    if value == "auto":
+        return AUTO
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(number) is int and 1 <= number <= MOST_PER_DEVICE:
+        return number
+    raise ValueError(f"{value!r} is neither auto nor a number of jobs from 1 to {MOST_PER_DEVICE}")
+
+
 class _Reader:
     """Reads one file."""
 
@@ -136,7 +151,8 @@ class _Reader:
         halving, metric = self._halving(content), content.get("metric", "loss")
         if metric not in METRICS:
             self._refuse("metric", unknown_choice("metric", str(metric), METRICS))
-        sweep = SweepFile(self._path, jobs, self._devices(content), self._lease(content), metric, halving)
+        shared = self._jobs_per_device(content)
+        sweep = SweepFile(self._path, jobs, self._devices(content), self._lease(content), metric, halving, shared)
         for job in jobs:
             self._verify(job, sweep)
         return sweep
@@ -151,6 +167,14 @@ class _Reader:
             return parse_devices(content.get("devices", "auto"))
         except ValueError as error:
             self._refuse("devices", str(error))
+
+    def _jobs_per_device(self, content: Mapping[str, Any]) -> int | None:
+        if "jobs-per-device" not in content:
+            return None
+        try:
+            return parse_jobs_per_device(content["jobs-per-device"])
+        except ValueError as error:
+            self._refuse("jobs-per-device", str(error))
 
     def _lease(self, content: Mapping[str, Any]) -> float:
         value = content.get("lease", LEASE_SECONDS)
@@ -294,9 +318,6 @@ class _Reader:
         place, options = job.place, job.options
         if pair := table.exclusive_pair(job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
-        count = sweep.devices if isinstance(sweep.devices, int) else len(sweep.devices or ())
-        if count and job.devices > count:
-            self._refuse(f"{place}.gpus", f"{job.name} needs {job.devices} devices, and the sweep has {count}")
         steps = options.get("steps")
         if sweep.halving is not None:
             if steps is None:

@@ -15,14 +15,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.report.results import SweepRow
 from autopipe.runtime.job import RunDirectory
-from autopipe.sweep.file import SweepJob
+from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.units import finite
 
 WAITING, RUNNING, PAUSED, DONE, FAILED, DROPPED = "waiting", "running", "paused", "done", "failed", "dropped"
@@ -55,6 +55,19 @@ class SweepState:
     """The records of all jobs."""
 
     jobs: tuple[JobRecord, ...] = ()
+    # how many jobs share a device; 0: not decided yet
+    jobs_per_device: int = field(default=0, metadata=artifact.OMIT_DEFAULT)
+    metric: str = field(default="", metadata=artifact.OMIT_DEFAULT)
+    # of [stop]
+    at: tuple[int, ...] = field(default=(), metadata=artifact.OMIT_DEFAULT)
+    keep: float = field(default=0.0, metadata=artifact.OMIT_DEFAULT)
+
+    @staticmethod
+    def of(sweep: SweepFile, records: Sequence[JobRecord], jobs_per_device: int) -> SweepState:
+        """Return the state of a sweep."""
+        halving = sweep.halving
+        at, keep = ((), 0.0) if halving is None else (halving.at, halving.keep)
+        return SweepState(tuple(records), jobs_per_device, sweep.metric, at, keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +103,13 @@ class Folder:
         return self.job(job) / "output.log"
 
 
-def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[JobRecord]:
-    """Return the records of the jobs: new ones, or with ``resume`` those of the folder. Failed jobs are tried again.
+def begin(folder: Folder, sweep: SweepFile, *, resume: bool) -> SweepState:
+    """Return the state of a sweep: a new one, or with ``resume`` that of the folder. Failed jobs are tried again.
 
-    Raises: RunError if the folder has a sweep and ``resume`` is not given, or has none; or if a job has changed.
+    Raises: RunError if the folder has a sweep and ``resume`` is not given, or has none; or if a job has changed, or how
+    the jobs are compared.
     """
+    jobs = sweep.jobs
     fresh = [JobRecord(job.name, job.digest) for job in jobs]
     stored: SweepState | None = None
     if folder.state.is_file():
@@ -105,9 +120,11 @@ def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[Job
                 f"{folder.path} already contains a sweep",
                 remedy="add --resume to continue it, or choose another --sweep-dir",
             )
-        return fresh
+        return SweepState.of(sweep, fresh, 0)
     if stored is None:
         raise RunError(f"there is no sweep in {folder.path} to resume", remedy="omit --resume")
+    if any(job.leases for job in stored.jobs):
+        _refuse_other_comparison(sweep, stored)
     known = {job.name: job for job in stored.jobs}
     numbers = {job.name: number for number, job in enumerate(stored.jobs, 1)}
     for job in jobs:
@@ -124,7 +141,30 @@ def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[Job
                 where=job.place,
                 remedy="restore them, give the job another name, or choose another --sweep-dir",
             )
-    return [_continued(known[job.name]) if job.name in known and known[job.name].leases else job for job in fresh]
+    begun = {name for name, record in known.items() if record.leases}
+    records = [_continued(known[record.name]) if record.name in begun else record for record in fresh]
+    return SweepState.of(sweep, records, stored.jobs_per_device if begun else 0)
+
+
+def _refuse_other_comparison(sweep: SweepFile, stored: SweepState) -> None:
+    """Refuse a metric or a ``[stop]`` other than that by which the sweep has compared its jobs.
+
+    Raises: RunError.
+    """
+    now = SweepState.of(sweep, (), 0)
+    for key, before, after in (
+        ("metric", stored.metric, now.metric),
+        ("stop.at", list(stored.at), list(now.at)),
+        ("stop.keep", stored.keep, now.keep),
+    ):
+        if stored.metric and before != after:
+            raise RunError(
+                f"{key} is {after!r}, and the sweep began with {before!r}"
+                if before and after
+                else f"{key} was {'added' if after else 'removed'} after the sweep began",
+                where=f"{sweep.path}: {key}",
+                remedy="restore it, or choose another --sweep-dir",
+            )
 
 
 def _continued(record: JobRecord) -> JobRecord:
@@ -134,9 +174,9 @@ def _continued(record: JobRecord) -> JobRecord:
     return record
 
 
-def save(folder: Folder, records: Sequence[JobRecord], rows: Sequence[SweepRow]) -> None:
-    """Write the records and the table, each atomically."""
-    artifact.save(SweepState(tuple(records)), folder.state)
+def save(folder: Folder, current: SweepState, rows: Sequence[SweepRow]) -> None:
+    """Write the state and the table, each atomically."""
+    artifact.save(current, folder.state)
     artifact.write_text(folder.results, _csv(rows))
 
 

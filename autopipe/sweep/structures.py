@@ -32,6 +32,11 @@ class Structure:
     step_seconds: float = 0.0  # predicted, then as the last of its jobs measured it
     epoch_steps: int = 0  # of one epoch; 0: not known
     spilled: bool = False  # stages take turns on the device, because the model does not fit it
+    parts: int = 1  # its plan may use one of so many parts of the memory of a device, if it is spilled
+    part_bytes: int | None = None  # of such a part, 0 without a limit; None: its jobs share no device
+    compute_seconds: float = 0.0  # of a step whose stages take turns: of the computation, predicted
+    copy_seconds: float = 0.0  # and of the copies in the direction that takes longer
+    visits: int = 0  # of stages to the device, in a step
 
     @property
     def first(self) -> SweepJob:
@@ -51,7 +56,31 @@ class Structure:
         self.prepared = True
         self.step_seconds = figures["step_seconds"]
         self.epoch_steps = figures["epoch_steps"]
-        self.spilled = figures["spilled"]
+        self.spilled, self.part_bytes = figures["spilled"], figures["part_bytes"]
+        self.compute_seconds, self.copy_seconds = figures["compute_seconds"], figures["copy_seconds"]
+        self.visits = figures["visits"]
+
+    @property
+    def can_share(self) -> bool:
+        """Whether its jobs could share a device, with a part of its memory each."""
+        return self.spilled and self.visits > 0 and self.first.devices == 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether its jobs share devices."""
+        return self.part_bytes is not None
+
+    def load_of(self, seconds: float) -> tuple[float, float]:
+        """Return the seconds of computation and of copies in some seconds of a job whose stages take turns."""
+        longer = max(self.compute_seconds, self.copy_seconds)
+        if not longer:
+            return seconds, 0.0
+        return seconds * self.compute_seconds / longer, seconds * self.copy_seconds / longer
+
+    def prepare_part(self, parts: int) -> None:
+        """Let it be prepared again, with a part of the memory of a device, if its stages take turns there."""
+        self.parts = parts
+        self.prepared = self.prepared and not (self.spilled and parts > 1)
 
 
 def structures_of(jobs: Iterable[SweepJob]) -> list[Structure]:

@@ -30,6 +30,7 @@ from autopipe.sweep.file import SweepFile
 from autopipe.sweep.halving import best
 from autopipe.sweep.processes import SweepProcess, wait_for
 from autopipe.sweep.scheduling.leases import assign
+from autopipe.sweep.sharing import Sharing
 from autopipe.sweep.structures import Structure, as_text
 
 POLL_SECONDS = 0.2
@@ -55,10 +56,11 @@ class Supervisor:
     """Runs the jobs of a board to their end, or until a stop is requested."""
 
     def __init__(
-        self, sweep: SweepFile, board: Board, devices: Devices, events: Events, stop: Callable[[], str]
+        self, sweep: SweepFile, board: Board, devices: Devices, places: int, events: Events, stop: Callable[[], str]
     ) -> None:
-        """``stop``: returns the source of a request to stop, "" without one."""
+        """``places``: jobs that may share a device, or ``AUTO``; ``stop``: returns the source of a request to stop."""
         self.sweep, self.board, self.devices, self.events, self._stop = sweep, board, devices, events, stop
+        self.sharing = Sharing(board, devices.indices, sweep.lease_seconds, places)
         self.folder = board.folder
         self.began = time.monotonic()
         self.happened: list[SweepEvent] = []
@@ -80,6 +82,8 @@ class Supervisor:
                 if stopping:
                     self._stop_all()
                 else:
+                    if note := self.sharing.decide():
+                        self._note(note)
                     self._prepare()
                     if not self.only_prepare:
                         self._compare()
@@ -94,6 +98,7 @@ class Supervisor:
         finally:
             for process in self._processes():
                 process.kill()
+            self.sharing.close()
             self._publish(now=True)
 
     @property
@@ -131,6 +136,7 @@ class Supervisor:
                 str(shared),
                 self.devices.visible(free[:1]),
                 str(shared / "output.log"),
+                structure.parts,
                 tuple(as_text(jobs[0]) for jobs in comparisons.values()),
             )
             process = SweepProcess(prepare_jobs, task, f"preparing {structure.first.name}")
@@ -168,8 +174,8 @@ class Supervisor:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def _free(self) -> list[int]:
-        taken = {device for entry in self.board.entries if entry.process is not None for device in entry.devices}
-        taken |= {preparation.device for preparation in self._preparations}
+        """Return the devices with nothing on them."""
+        taken = {*self.sharing.taken(), *(preparation.device for preparation in self._preparations)}
         return [device for device in self.devices.indices if device not in taken]
 
     def _assign(self) -> None:
@@ -177,16 +183,17 @@ class Supervisor:
         now = time.monotonic()
         prepared = {preparation.device for preparation in self._preparations}
         devices = [device for device in self.devices.indices if device not in prepared]
-        waiting = [entry.waiting(now) for entry in self.board.ready() if entry.job.devices <= len(devices)]
-        chosen = assign(waiting, devices, lease=self.sweep.lease_seconds)
+        # a job that stops leaves its places: they need no second job to stop
+        ready = [entry for entry in self.board.ready() if self.sharing.may_begin(entry) and not entry.stopping]
+        waiting = [entry.waiting(now) for entry in ready if entry.job.devices <= len(devices)]
+        chosen = assign(waiting, devices, lease=self.sweep.lease_seconds, places=self.sharing.places)
         for entry in self.board.running():
             if entry.job.number not in chosen and not entry.stopping:
                 entry.stop()
-        free = set(self._free())
         for number, on in sorted(chosen.items()):
-            entry = self.board.entries[number - 1]
-            if entry.process is None and free.issuperset(on):
-                free.difference_update(on)
+            entry, taken = self.board.entries[number - 1], self.sharing.taken()
+            most = self.sharing.places - self.sharing.each(entry)
+            if entry.process is None and all(taken[device] <= most for device in on):
                 self._start(entry, on)
 
     def _start(self, entry: Entry, on: tuple[int, ...]) -> None:
@@ -205,6 +212,8 @@ class Supervisor:
             checkpoint_every=every,
             evaluate_at_end=self.sweep.metric == "evaluation",
             spilled=structure.spilled,
+            part_bytes=structure.part_bytes or 0,
+            token=self.sharing.address(entry, on),
         )
         entry.begin(SweepProcess(train_lease, task, f"training {job.name}"), on)
         self._happen(entry, "started")
@@ -302,7 +311,7 @@ class Supervisor:
                     assert entry.process is not None, "it runs"
                     entry.process.kill()
                     entry.end(self.sweep.metric)
-                    entry.record.status = state.WAITING
+                    entry.record.status, entry.record.step = state.WAITING, entry.saved_step()
                     self._happen(entry, "stopped")
 
     def _happen(self, entry: Entry, what: str) -> None:
@@ -312,8 +321,8 @@ class Supervisor:
         self.events("job", {**fields, "error": entry.record.error, "metric": entry.record.metric})
         self._changed = True
 
-    def _note(self, text: str, job: str) -> None:
-        self.notes.append(f"{job}: {text}")
+    def _note(self, text: str, job: str = "") -> None:
+        self.notes.append(f"{job}: {text}" if job else text)
         self.events("note", {"text": self.notes[-1]})
         if text.startswith(_WARNING):
             self._warnings.add(text)
@@ -327,15 +336,18 @@ class Supervisor:
             self.events("table", fields)
         if now or self._changed or clock - self._saved > SAVE_SECONDS:
             self._saved, self._changed = clock, False
-            state.save(self.folder, [entry.record for entry in self.board.entries], self.board.rows())
+            records = [entry.record for entry in self.board.entries]
+            current = state.SweepState.of(self.sweep, records, self.sharing.chosen)
+            state.save(self.folder, current, self.board.rows())
 
     def seconds_left(self) -> float | None:
         """Return the predicted seconds until all jobs are done; None if the length of one is not known."""
-        lengths = [(entry.seconds_to_end(), entry.job.devices) for entry in self.board.unfinished()]
-        known = [(seconds, devices) for seconds, devices in lengths if seconds is not None]
+        lengths = [(entry.seconds_to_end(), entry) for entry in self.board.unfinished()]
+        known = [(seconds, entry) for seconds, entry in lengths if seconds is not None]
         if len(known) < len(lengths):
             return None
-        shared = sum(seconds * devices for seconds, devices in known) / len(self.devices.indices)
+        places = sum(seconds * entry.job.devices * self.sharing.each(entry) for seconds, entry in known)
+        shared = places / (len(self.devices.indices) * self.sharing.places)
         return max([shared, *(seconds for seconds, _ in known)])
 
 

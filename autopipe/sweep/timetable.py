@@ -13,18 +13,20 @@ if TYPE_CHECKING:
 
 
 def predict(supervisor: Supervisor) -> Timetable:
-    """Return the timetable of the jobs that are not finished, in which a shard of a job is one of its steps."""
+    """Return the timetable of the jobs that are not finished."""
     entries, devices = supervisor.board.entries, supervisor.devices.indices
-    jobs, notes = [], list(supervisor.notes)
+    jobs: list[ModelJob] = []
+    notes = list(supervisor.notes)
     for entry in supervisor.board.unfinished():
-        steps = entry.length - entry.record.step
-        if entry.length and steps > 0:
-            jobs.append(ModelJob(entry.job.number, entry.step_seconds, shards=steps, devices=entry.job.devices))
+        model = entry.as_model(shares=entry.structure.shares)
+        if model is not None:
+            jobs.append(model)
         elif not entry.length:
             notes.append(f"the length of {entry.job.name} is not known: it is not in the timetable")
     if supervisor.sweep.halving is not None:
         notes.append("[stop] is left out: every job is counted to its end")
-    leases = simulate(jobs, devices, lease=supervisor.sweep.lease_seconds)
+    places = supervisor.sharing.places
+    leases = simulate(jobs, devices, lease=supervisor.sweep.lease_seconds, places=places)
     names = {entry.job.number: entry.job.name for entry in entries}
     return Timetable(
         leases=tuple(PlannedLease(names[row.job], row.devices, row.start, row.end) for row in leases),

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -38,6 +39,7 @@ Handler = Callable[[str, dict[str, Any]], None]
 """Takes the kind and the fields of a message of the process. If it raises, the process ends."""
 
 _POLL_SECONDS = 0.2
+_GROUP_SECONDS = 0.01
 _KILLED = "free memory on this host, or use a smaller model or batch; the kernel's log names what it killed (dmesg)"
 _CRASHED = "look at its last output: a compiled extension of the model, or the driver of the GPU, may have failed"
 
@@ -185,14 +187,25 @@ class ApartProcess:
             self.process.join(END_SECONDS)
 
     def end(self) -> None:
-        """Kill it, with the processes that it has started, unless it has ended; return when it has."""
+        """Kill it, unless it has ended, and the processes that it has started; return when they have ended."""
         assert self.process.pid is not None, "it has started"
+        self._kill_group(self.process.pid)  # a number that a group has is not used again
         if self.is_alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()  # a forked process may not have its own group yet
             self._join()
+        deadline = time.monotonic() + END_SECONDS
+        while self._kill_group(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(_GROUP_SECONDS)
         self.connection.close()
+
+    @staticmethod
+    def _kill_group(number: int) -> bool:
+        """Kill the processes of a group; return whether there were any."""
+        try:
+            os.killpg(number, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
 
 
 def log(message: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +126,7 @@ def train(
             if path is None:
                 path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step
-            run = write_run(path, _job(settings, prepared, start), prepared)
+            run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
         return _launch(settings, prepared, run, start, events, rendezvous, stop)
 
 
@@ -184,7 +185,7 @@ def _verify_initial_weights(path: Path, prepared: Prepared, trust: bool, events:
         events("note", {"text": f"{text}: {', '.join(weights.unused[:3])}{', ...' if len(weights.unused) > 3 else ''}"})
 
 
-def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
+def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDirectory) -> Job:
     steps, epochs = settings.steps or 0, settings.epochs or 0
     return Job(
         steps=steps,
@@ -199,6 +200,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,
+        evaluate_first=_lacks_evaluation(run, start, settings.evaluate_every),
         excluded_devices=settings.excluded_devices,
         on_nonfinite=settings.on_nonfinite,
         init_from="" if settings.init_from is None else str(settings.init_from.resolve()),
@@ -217,6 +219,22 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         compile=bool(settings.compile),
         initial=prepared.workload.models.initial,
     )
+
+
+def _lacks_evaluation(run: RunDirectory, start: int, every: int) -> bool:
+    """Return whether a run ended after it saved a step, and before the evaluation at that step."""
+    if start <= 0 or not every or start % every:
+        return False
+    try:
+        lines = run.metrics.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # the run was killed while it wrote the line
+            fields = json.loads(line)
+            if "evaluation_loss" in fields and fields["step"] == start:
+                return False
+    return True
 
 
 def _copied(settings: TrainSettings, prepared: Prepared, copied: tuple[int, int] | None) -> tuple[Copied, ...]:
@@ -250,7 +268,15 @@ def _launch(
     elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
     attempts = Attempts(
-        settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared), rendezvous, stop
+        settings,
+        prepared,
+        run,
+        listener,
+        events,
+        functools.partial(_job, run=run),
+        lambda: repeats_now(prepared),
+        rendezvous,
+        stop,
     )
     attempts.follow(start)
     plan = attempts.prepared.plan

@@ -14,7 +14,7 @@ from autopipe.schedules.costs import Costs
 from autopipe.schedules.spilling.spilled import MESSAGES
 from autopipe.units import in_seconds
 
-COMPUTE = "computation"
+COMPUTE, TO_DEVICE, TO_HOST = "computation", "copies to the device", "copies to the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def bounds_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[StageBoun
         following = costs.spill[k + 1].weights if k + 1 < count else 0.0
         forward = {
             COMPUTE: m * costs.stages[k].forward_seconds,
-            "copies to the device": following + _messages(costs, plan, k, "activations_in"),
-            "copies to the host": _messages(costs, plan, k, "activations_out"),
+            TO_DEVICE: following + _messages(costs, plan, k, "activations_in"),
+            TO_HOST: _messages(costs, plan, k, "activations_out"),
         }
         bounds.append(StageBound(stage.label, "forward", forward))
     for stage in reversed(plan.stages):
@@ -58,10 +58,10 @@ def bounds_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[StageBoun
         following = costs.spill[k - 1].weights if k else 0.0
         backward = {
             COMPUTE: m * costs.stages[k].backward_seconds + costs.stages[k].step_seconds,
-            "copies to the device": costs.spill[k].optimizer
+            TO_DEVICE: costs.spill[k].optimizer
             + following
             + _messages(costs, plan, k, "activations_in", "gradients_in"),
-            "copies to the host": (costs.spill[k + 1].weights + costs.spill[k + 1].optimizer if k + 1 < count else 0.0)
+            TO_HOST: (costs.spill[k + 1].weights + costs.spill[k + 1].optimizer if k + 1 < count else 0.0)
             + _messages(costs, plan, k, "gradients_out"),
         }
         bounds.append(StageBound(stage.label, "backward", backward))

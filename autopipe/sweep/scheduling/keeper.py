@@ -7,7 +7,6 @@ the others. The kernel reports the end of a process, also if it was killed, or i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import shutil
@@ -107,10 +106,13 @@ class TokenKeeper:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.setblocking(False)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has left again, or there are too many open files
+            return
+        connection.setblocking(False)
+        try:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             process = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
         except OSError:  # it has ended
             connection.close()
@@ -122,21 +124,35 @@ class TokenKeeper:
 
     def _serve(self, client: _Client, *, ended: bool) -> None:
         received = b""
-        if not ended:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                received = client.socket.recv(_HELLO_BYTES)
+        try:
+            received = b"" if ended else client.socket.recv(_HELLO_BYTES)
+        except BlockingIOError:  # it has not sent anything
+            return
+        except ConnectionError:
+            pass
+        if client.device < 0 and received:
+            try:
+                received = self._welcome(client, received)
+            except ValueError:  # not one of the sweep's processes
+                received = b""
+            else:
+                if not received:
+                    return
         if not received:
             self._drop(client)
             return
-        if client.device < 0:
-            received = self._welcome(client, received)
         for message in received:
             self._take(client, bytes((message,)))
 
     def _welcome(self, client: _Client, received: bytes) -> bytes:
-        """Take the device and the job that a process says first; return what it has sent behind."""
+        """Take the device and the job that a process says first; return what it has sent behind.
+
+        Raises: ValueError for anything else.
+        """
         client.hello += received
         hello, line, rest = client.hello.partition(b"\n")
+        if not line and len(hello) >= _HELLO_BYTES:
+            raise ValueError(hello)
         if line:
             client.device, client.job = (int(part) for part in hello.split(b":"))
             self._devices.setdefault(client.device, _Device())

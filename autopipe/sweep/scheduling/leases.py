@@ -37,10 +37,13 @@ def assign(
     """Return the devices of each job that should run now; a running job that is absent is to be preempted.
 
     Longest remaining time first. A running job keeps its devices unless its lease has ended and a waiting job is behind
-    it by more than a lease. ``places``: of each device. Among the devices with a free place, a job that shares gets the
+    it by more than a lease, and could be the last to end: with all places in use until then, a preemption for any other
+    job would gain nothing. ``places``: of each device. Among the devices with a free place, a job that shares gets the
     one on which the longer of all computation and all copies is then the shortest.
     """
     board = _Board(jobs, devices, places)
+    # until all jobs are done, at least
+    least = sum(job.remaining * board.needs(job) for job in jobs) / max(len(devices) * places, 1)
     head: Waiting | None = None  # the longest of the jobs that wait for more than one place
     for job in sorted((job for job in jobs if not job.on), key=lambda job: (-job.remaining, job.job)):
         if head is not None:
@@ -51,7 +54,10 @@ def assign(
         ended = [
             other
             for other in board.running.values()
-            if other.on and other.ran >= lease and job.remaining - other.remaining > lease
+            if job.remaining + lease >= least
+            and other.on
+            and other.ran >= lease
+            and job.remaining - other.remaining > lease
         ]
         if not board.place(job, ended) and board.needs(job) > 1:
             head = job

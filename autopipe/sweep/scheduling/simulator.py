@@ -119,8 +119,14 @@ def makespan(leases: Sequence[Lease]) -> float:
 
 
 def bound(jobs: Sequence[ModelJob], devices: int) -> float:
-    """Return the seconds that jobs need which do not share devices: the longest one, or all of them in equal parts."""
-    shared = sum(job.seconds * job.devices for job in jobs) / devices
+    """Return the seconds that no order of the jobs can fall below: the longest one, or all of them in equal parts.
+
+    Of the jobs that share devices, either the computation or the copies count, of whichever there is more.
+    """
+    alone = sum(job.seconds * job.devices for job in jobs if not job.shares)
+    sharing = [job for job in jobs if job.shares]
+    computes, copies = sum(job.compute * job.shards for job in sharing), sum(job.copy * job.shards for job in sharing)
+    shared = (alone + max(computes, copies)) / devices
     return max([shared, *(job.seconds for job in jobs)], default=0.0)
 
 

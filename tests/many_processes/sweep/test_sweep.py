@@ -14,6 +14,10 @@ from support.sweeps.cases import alone, assert_equal_weights, processes_in, rank
 from support.waiting import wait_until
 
 FOUR = '[[job]]\ntarget = "model.py"\ngrid = { lr = [0.01, 0.001], seed = [1, 2] }\n'
+SHARED = (
+    '[[job]]\ntarget = "model.py"\nschedule = "spilled"\ngpu-memory = "90KiB"\n'
+    "list = [{ lr = 0.01 }, { lr = 0.001 }, { lr = 0.02 }]\n"
+)
 SWEEP = ("sweep", "sweep.toml", "--sweep-dir", "sweep")
 
 
@@ -163,6 +167,38 @@ def test_jobs_of_two_devices_and_jobs_that_do_not_fit(commands: Commands) -> Non
     assert_equal_weights(Path(by_name["spilled"]["run_dir"]), Path(by_name["narrow"]["run_dir"]))
 
 
+def test_jobs_that_share_a_device_have_the_weights_of_training_alone(commands: Commands) -> None:
+    write_sweep(commands.folder, SHARED, steps=60, lease=60)
+    sharing = (*SWEEP, "--devices", "1", "--jobs-per-device", "2")
+    document = commands.document(*sharing)
+    by_name = rows(document)
+    assert {row["status"] for row in by_name.values()} == {"done"}, [row["error"] for row in by_name.values()]
+    # two at a time: the third began when one of the first two was done
+    assert [event["what"] for event in document["events"]][:3] == ["started", "started", "done"]
+    plans = [json.loads(path.read_text()) for path in sorted((commands.folder / "sweep/jobs").glob("*/plan.json"))]
+    assert {plan["schedule"] for plan in plans} == {"spilled"} and {len(plan["stages"]) > 1 for plan in plans} == {True}
+    for row in by_name.values():
+        assert_as_alone(commands, row, "--schedule", "spilled", "--gpu-memory", "45KiB")
+    assert_gone(processes_in(commands.folder))
+    assert not list((commands.folder / "sweep").glob("token-*"))
+    _, err = commands.run(*SWEEP, "--devices", "1", "--jobs-per-device", "3", "--resume", code=1)
+    assert "3 jobs are to share a device, and the sweep began with 2" in err
+    assert commands.document(*SWEEP, "--devices", "1", "--resume")["events"] == []
+
+
+def test_a_killed_job_does_not_hurt_the_one_that_shares_its_device(commands: Commands) -> None:
+    write_sweep(commands.folder, SHARED, steps=60, lease=60)
+    process = started(commands, "--json", "--devices", "1", "--jobs-per-device", "2")
+    next(ranks_in(commands.folder)).parent().parent().kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    document = json.loads(out)
+    assert {row["status"] for row in document["jobs"]} == {"done"}
+    assert len(happened(document, "retried")) == 1
+    for row in document["jobs"]:
+        assert_as_alone(commands, row, "--schedule", "spilled", "--gpu-memory", "45KiB")
+
+
 def test_halving_drops_jobs_and_the_others_are_as_alone(commands: Commands) -> None:
     write_sweep(commands.folder, FOUR + "[stop]\nat = [10, 20]\nkeep = 0.5\n", steps=30, lease=60)
     document = commands.document(*SWEEP)
@@ -183,6 +219,47 @@ def test_the_metric_is_the_evaluation_at_the_end(commands: Commands) -> None:
     assert all(row["metric"] is not None for row in document["jobs"])
     assert document["jobs"][0]["metric"] != document["jobs"][0]["loss"]
     assert [row["metric"] for row in document["jobs"]] == sorted(row["metric"] for row in document["jobs"])
+
+
+def test_an_evaluation_that_was_lost_is_made_after_the_resume(commands: Commands) -> None:
+    write_sweep(commands.folder, FOUR, steps=5, lease=60, more='metric = "evaluation"')
+    text = (commands.folder / "model.py").read_text()
+    quick = "def evaluate_data(batch_size=8):\n    yield from (x for x, _ in zip(quick_data(batch_size), range(3)))\n"
+    (commands.folder / "model.py").write_text(text + quick)
+    document = commands.document(*SWEEP)
+    # as if the job was killed while it evaluated: its last checkpoint is there, the evaluation is not
+    metrics = Path(document["jobs"][0]["run_dir"]) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if "evaluation_loss" not in line))
+    path = commands.folder / "sweep" / "sweep.json"
+    stored = json.loads(path.read_text())
+    del stored["digest"]
+    entry = next(job for job in stored["jobs"] if job["name"] == document["jobs"][0]["name"])
+    entry.update(status="running", metric=None)
+    path.write_text(json.dumps(stored))
+    again = commands.document(*SWEEP, "--resume")
+    assert again["jobs"][0]["metric"] == document["jobs"][0]["metric"]
+    assert happened(again, "started") == [document["jobs"][0]["name"]]
+
+
+def test_a_damaged_checkpoint_costs_a_lease_and_no_job(commands: Commands) -> None:
+    write_sweep(commands.folder, FOUR, steps=60)
+    process = started(commands)
+    wait_until(lambda: any(len(list(run.glob("step-*"))) > 1 for run in checkpoints_in(commands.folder)), 60)
+    process.kill()
+    process.communicate()
+    damaged = next(run for run in checkpoints_in(commands.folder) if len(list(run.glob("step-*"))) > 1)
+    newest = max(damaged.glob("step-*"))
+    for file in newest.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
+    document = commands.document(*SWEEP, "--resume")
+    assert {row["status"] for row in document["jobs"]} == {"done"}, [row["error"] for row in document["jobs"]]
+    for row in document["jobs"]:
+        assert_as_alone(commands, row)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    return list((folder / "sweep").glob("jobs/*/run/checkpoints"))
 
 
 def test_a_dry_run_predicts_and_trains_nothing(commands: Commands) -> None:

@@ -123,7 +123,7 @@ WRONG = {
     "no lease": ("lease = 0\n" + JOB, "lease", "longer than 0 seconds"),
     "metric": ("metric = 'los'\n" + JOB, "metric", "Did you mean 'loss'?"),
     "devices": ("devices = [0, 0]\n" + JOB, "devices", "different devices"),
-    "too few devices": ("devices = 1\n" + JOB + "gpus = 2", "job[0].gpus", "needs 2 devices, and the sweep has 1"),
+    "jobs per device": ("jobs-per-device = 0\n" + JOB, "jobs-per-device", "neither auto nor a number of jobs"),
     "order of steps": (JOB + "[stop]\nat = [3, 2]", "stop.at", "ascending"),
     "share": (JOB + "[stop]\nat = [3]\nkeep = 1.0", "stop.keep", "below 1, got 1.0"),
     "late": (JOB + "steps = 3\n[stop]\nat = [3]", "stop.at", "has 3 steps, and would be compared at 3"),

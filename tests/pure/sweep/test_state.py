@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -12,10 +14,24 @@ import pytest
 from autopipe.errors import RunError
 from autopipe.report.results import SweepRow
 from autopipe.sweep import state
-from autopipe.sweep.file import SweepJob
-from autopipe.sweep.state import Folder, JobRecord, Metrics, begin, read_metrics, save
+from autopipe.sweep.file import SweepFile, SweepJob
+from autopipe.sweep.halving import Halving
+from autopipe.sweep.state import Folder, JobRecord, Metrics, SweepState, read_metrics
 
 JOBS = [SweepJob(n, f"gpt-lr={n}", "job[0]", "gpt.py", {"lr": n}, {"lr": n}) for n in (1, 2, 3)]
+
+
+def sweep_of(jobs: Sequence[SweepJob], **more: Any) -> SweepFile:
+    fields: dict[str, Any] = {"metric": "loss", "halving": None, **more}
+    return SweepFile(Path("sweep.toml"), tuple(jobs), None, 60.0, **fields)
+
+
+def begin(folder: Folder, jobs: Sequence[SweepJob], *, resume: bool) -> list[JobRecord]:
+    return list(state.begin(folder, sweep_of(jobs), resume=resume).jobs)
+
+
+def save(folder: Folder, records: Sequence[JobRecord], rows: Sequence[SweepRow]) -> None:
+    state.save(folder, SweepState.of(sweep_of(JOBS), records, 0), rows)
 
 
 def row(job: SweepJob, **more: object) -> SweepRow:
@@ -83,6 +99,36 @@ def test_a_job_keeps_its_number_because_its_folder_has_it(tmp_path: Path) -> Non
     with pytest.raises(RunError, match="gpt-lr=3 is job 1 of the file, and was job 3"):
         begin(Folder(tmp_path), swapped, resume=True)
     assert len(begin(Folder(tmp_path), JOBS, resume=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ({"metric": "loss"}, {"metric": "evaluation"}, "metric is 'evaluation', and the sweep began with 'loss'"),
+        ({"halving": Halving((2, 4), 0.5)}, {}, "stop.at was removed after the sweep began"),
+        ({}, {"halving": Halving((2,), 0.5)}, "stop.at was added after the sweep began"),
+        ({"halving": Halving((2,), 0.5)}, {"halving": Halving((2,), 0.25)}, "stop.keep is 0.25"),
+    ],
+)
+def test_jobs_are_compared_as_they_were(tmp_path: Path, before: Any, after: Any, what: str) -> None:
+    first = sweep_of(JOBS, **before)
+    records = state.begin(Folder(tmp_path), first, resume=False).jobs
+    state.save(Folder(tmp_path), SweepState.of(first, records, 0), [])
+    state.begin(Folder(tmp_path), sweep_of(JOBS, **after), resume=True)  # nothing was trained
+    records[0].leases = 1
+    state.save(Folder(tmp_path), SweepState.of(first, records, 0), [])
+    with pytest.raises(RunError, match=what):
+        state.begin(Folder(tmp_path), sweep_of(JOBS, **after), resume=True)
+    assert state.begin(Folder(tmp_path), first, resume=True).metric == first.metric
+
+
+def test_the_number_of_jobs_that_share_a_device_is_kept(tmp_path: Path) -> None:
+    records = begin(Folder(tmp_path), JOBS, resume=False)
+    state.save(Folder(tmp_path), SweepState.of(sweep_of(JOBS), records, 3), [])
+    assert state.begin(Folder(tmp_path), sweep_of(JOBS), resume=True).jobs_per_device == 0  # nothing was trained
+    records[0].leases = 1
+    state.save(Folder(tmp_path), SweepState.of(sweep_of(JOBS), records, 3), [])
+    assert state.begin(Folder(tmp_path), sweep_of(JOBS), resume=True).jobs_per_device == 3
 
 
 def test_the_table_has_a_column_for_each_setting(tmp_path: Path) -> None:
