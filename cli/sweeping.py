@@ -158,6 +158,7 @@ class Table:
 
         left = self.fields.get("seconds_left")
         title = f"{in_minutes(self.fields.get('seconds', 0.0))}{'' if left is None else f', {in_minutes(left)} left'}"
+        title += sweeps.sharing_of(self.fields.get("jobs_per_device", 1))
         table = sweeps.jobs_table(self.fields.get("rows", ()), "metric", title)
         table.caption = self.now or None
         return table

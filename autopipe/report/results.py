@@ -310,6 +310,7 @@ class SweepResult:
     directory: str
     results: str  # the path of results.csv
     stopped: bool = False  # a stop was requested, and every job has a checkpoint (exit code 75)
+    jobs_per_device: int = 1  # how many shared a device, at most
     events: tuple[SweepEvent, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -330,7 +331,8 @@ class Timetable:
 
     leases: tuple[PlannedLease, ...]
     seconds: float  # until all jobs are done
-    bound: float  # no order of the jobs is faster: the sum over the devices, or the longest job
+    bound: float  # no order of the jobs is faster where none share a device: their sum over the devices, or the longest
     step_seconds: dict[str, float]  # by job
+    jobs_per_device: int = 1  # how many may share a device
     notes: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)  # job -> why it could not be prepared

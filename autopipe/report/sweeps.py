@@ -29,14 +29,19 @@ def jobs_table(rows: Sequence[SweepRow], metric: str, title: str = "") -> Table:
     return table
 
 
+def sharing_of(jobs_per_device: int) -> str:
+    """Return how many jobs share a device, as a part of a sentence; "" if they do not."""
+    return f", up to {jobs_per_device} jobs on a device" if jobs_per_device > 1 else ""
+
+
 def result_tables(result: SweepResult) -> tuple[str | Table, ...]:
     """Return the final table, best first, the errors of failed jobs, and a summary."""
     metric = "mean loss" if result.metric == "loss" else result.metric
     errors = [f"{row.name}: {row.error}" for row in result.jobs if row.error]
     done = sum(row.status == "done" for row in result.jobs)
-    summary = (
-        f"{done} of {counted(len(result.jobs), 'job')} done in {in_seconds(result.seconds)}; table: {result.results}"
-    )
+    sharing = sharing_of(result.jobs_per_device)
+    jobs = f"{done} of {counted(len(result.jobs), 'job')} done"
+    summary = f"{jobs} in {in_seconds(result.seconds)}{sharing}; table: {result.results}"
     return jobs_table(result.jobs, metric), *errors, summary
 
 
@@ -49,9 +54,11 @@ def timetable_tables(timetable: Timetable) -> tuple[str | Table, ...]:
     more = len(timetable.leases) - _MOST_LEASES
     lines = [f"and {counted(more, 'more lease')}"] if more > 0 else []
     lines += [f"{name} cannot be trained: {error}" for name, error in timetable.failures.items()]
+    sharing = sharing_of(timetable.jobs_per_device)
+    fastest = "one job a device" if sharing else "no order"
     lines.append(
-        f"all jobs: {in_minutes(timetable.seconds)}, without the start of each lease; no order is faster than "
-        f"{in_minutes(timetable.bound)}"
+        f"all jobs: {in_minutes(timetable.seconds)}{sharing}, without the start of each lease; {fastest} is "
+        f"{'at best' if sharing else 'faster than'} {in_minutes(timetable.bound)}"
     )
     return table, *lines
 

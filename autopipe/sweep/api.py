@@ -124,6 +124,7 @@ def _result(supervisor: Supervisor) -> SweepResult:
         seconds=supervisor.seconds,
         directory=str(supervisor.folder.path),
         results=str(supervisor.folder.results),
+        jobs_per_device=supervisor.sharing.places,
         stopped=any(row.status not in state.ENDED for row in rows),
         events=tuple(supervisor.happened),
         notes=tuple(supervisor.notes),

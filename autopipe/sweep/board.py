@@ -24,8 +24,6 @@ from autopipe.units import finite
 UNKNOWN_SECONDS = 1e9
 # steps of a lease after which its figures count: the first ones are slower
 _ENOUGH_STEPS = 3
-# of a job that shares its device, in a simulation
-_MOST_SHARDS = 400
 
 
 @dataclass(slots=True)
@@ -98,15 +96,14 @@ class Entry:
     def as_model(self, *, shares: bool) -> ModelJob | None:
         """Return what the simulation takes: all that is left of the job. None: nothing, or its length is not known.
 
-        A shard of a job is one of its steps; of a job that ``shares`` its device, a visit of a stage. Of more than
-        ``_MOST_SHARDS``, several count as one.
+        A shard of a job is one of its steps; of a job that ``shares`` its device, a visit of a stage.
         """
         number, structure, steps = self.job.number, self.structure, self.length - self.record.step
         if not self.length or steps <= 0:
             return None
         if not shares:
             return ModelJob(number, self.step_seconds, shards=steps, devices=self.job.devices)
-        shards = min(structure.visits * steps, _MOST_SHARDS)
+        shards = structure.visits * steps
         computes, copies = structure.load_of(self.seconds_to(self.length))
         return ModelJob(number, computes / shards, copies / shards, shards, shares=True)
 

@@ -25,7 +25,7 @@ from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.training import runs
 from autopipe.commands.training.resuming import newest_intact
-from autopipe.errors import AutopipeError, DoesNotFitError
+from autopipe.errors import AutopipeError, DoesNotFitError, RunError
 from autopipe.ir import decoding
 from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
@@ -108,7 +108,11 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
         "part_bytes": part,
         **_load(prepared, spilled),
         "kind": prepared.profile.device.kind,
-        "notes": [*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)],
+        "notes": [
+            *_about_spilling(wanted.options, settings),
+            *prepared.notes,
+            *(f"warning: {warning}" for warning in prepared.warnings),
+        ],
         "compared": notes,
         "errors": errors,
     }
@@ -122,7 +126,12 @@ def _prepared(settings: TrainSettings, progress: Any) -> tuple[TrainSettings, Pr
         if settings.plan.schedule not in (None, "auto") or settings.plan.gpus != 1:
             raise
         plan = _spilled(settings.plan)
-        return dataclasses.replace(settings, plan=plan), prepare(plan, progress)
+        try:
+            return dataclasses.replace(settings, plan=plan), prepare(plan, progress)
+        except DoesNotFitError as refused:
+            what = f"the model fits its device neither as a whole nor with stages that take turns: {refused.what}"
+            remedy = f"train it as a pipeline over several devices with gpus = 2 or more, or {refused.remedy}"
+            raise DoesNotFitError(what, where=refused.where, remedy=remedy) from None
 
 
 def _prepared_part(
@@ -164,6 +173,16 @@ def _spilled(plan: PlanSettings) -> PlanSettings:
     return dataclasses.replace(plan, schedule="spilled")
 
 
+def _about_spilling(options: str, settings: TrainSettings) -> list[str]:
+    """Return the note for jobs with these options, as JSON, for which ``_prepared`` chose stages that take turns."""
+    if settings.plan.schedule != "spilled" or json.loads(options).get("schedule") == "spilled":
+        return []
+    return [
+        'the model does not fit its device: the sweep chose schedule = "spilled", whose stages take turns there; with '
+        "gpus = 2 or more, it trains as a pipeline over several devices"
+    ]
+
+
 def _checked(
     settings: TrainSettings, check: str, wanted: PrepareTask, prepared: Prepared, notes: list[str]
 ) -> dict[str, Any] | None:
@@ -195,7 +214,7 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
     resume = start >= 0
     if not resume:
         shutil.rmtree(run.path, ignore_errors=True)  # of a lease that was killed before its first checkpoint
-        shutil.copytree(wanted.shared, work_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "*.log"))
+        _copy(Path(wanted.shared), work_dir)
     settings = _settings(wanted.target, wanted.options, work_dir, resume=resume)
     settings = dataclasses.replace(
         settings,
@@ -216,6 +235,16 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
             settings = dataclasses.replace(settings, plan=_in_part(settings.plan, wanted.part_bytes))
     result = runs.train(settings, _sender(link), stop=link.stop_requested)
     return {"stopped": result.stopped, "step": result.step, "seconds": result.seconds, "steps": result.steps}
+
+
+def _copy(shared: Path, work_dir: Path) -> None:
+    """Copy the prepared artifacts into the work directory of a job. Raises: RunError with the first failure."""
+    try:
+        shutil.copytree(shared, work_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "*.log"))
+    except shutil.Error as error:  # its argument has (source, destination, reason) of each file
+        _, where, reason = error.args[0][0]
+        remedy = "free space on its disk, or choose another --sweep-dir; then add --resume"
+        raise RunError(f"a file of the plan cannot be copied: {reason}", where=str(where), remedy=remedy) from None
 
 
 def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False) -> TrainSettings:

@@ -42,7 +42,7 @@ def find_devices(wanted: int | tuple[int, ...] | None, jobs: Sequence[SweepJob],
             raise RunError(
                 f"{job.name} needs {counted(job.devices, 'device')}, and the sweep has {len(indices)}",
                 where=f"{where}: {job.place}.gpus",
-                remedy="give the sweep more devices, or the job fewer",
+                remedy="give the sweep more devices (devices = ..., or --devices), or the job fewer",
             )
     return Devices(indices, bool(gpus))
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autopipe.errors import RunError
+from autopipe.report.text import in_minutes
 from autopipe.sweep.board import Board, Entry
 from autopipe.sweep.file import AUTO
 from autopipe.sweep.scheduling.keeper import TokenKeeper
-from autopipe.sweep.scheduling.simulator import most_places
+from autopipe.sweep.scheduling.simulator import ModelJob, bound, makespan, most_places, simulate
 
 # what a lease costs that begins later: its stop and its start
 MOVE_SECONDS = 2.0
+# leases of a simulation that decides, one after the other: more of them change nothing but its time
+_MOST_LEASES = 50
+# shards of all jobs that share devices, in a simulation: of more, several count as one
+_MOST_SHARDS = 1000
 
 
 def places_wanted(stored: int, wanted: int | None) -> int:
@@ -26,11 +33,32 @@ def places_wanted(stored: int, wanted: int | None) -> int:
     """
     if stored and wanted not in (None, AUTO, stored):
         raise RunError(
-            f"{wanted} jobs are to share a device, and the sweep began with {stored}",
+            f"{stored} jobs a device were chosen when the sweep began, and now {wanted}",
             where="jobs-per-device",
             remedy=f"resume it with --jobs-per-device {stored}, or choose another --sweep-dir",
         )
     return stored or (1 if wanted is None else wanted)
+
+
+def as_models(entries: Iterable[Entry], *, could: bool = False) -> list[ModelJob]:
+    """Return what is left of those jobs whose lengths are known, as the simulation takes it.
+
+    ``could``: jobs that could share their devices do.
+    """
+    models = []
+    for entry in entries:
+        structure = entry.structure
+        model = entry.as_model(shares=structure.can_share if could else structure.shares)
+        models += [] if model is None else [model]
+    together = math.ceil(sum(model.shards for model in models if model.shares) / _MOST_SHARDS)
+    return [_coarser(model, together) if model.shares else model for model in models]
+
+
+def _coarser(job: ModelJob, together: int) -> ModelJob:
+    """Return a job with several shards as one. Its seconds of computation and of copies stay the same."""
+    shards = math.ceil(job.shards / together)
+    scale = job.shards / shards
+    return dataclasses.replace(job, compute=job.compute * scale, copy=job.copy * scale, shards=shards)
 
 
 class Sharing:
@@ -56,13 +84,16 @@ class Sharing:
         if self.is_decided or not all(structure.prepared for structure in structures):
             return ""
         self.is_decided = True
-        entries = self._board.unfinished()
-        models = [m for entry in entries if (m := entry.as_model(shares=entry.structure.can_share)) is not None]
+        models = as_models(self._board.unfinished(), could=True)
         if not any(model.shares for model in models):
             return ""
-        self.places = most_places(models, self._devices, lease=self._lease, cost=MOVE_SECONDS)
+        lease = max(self._lease, bound(models, len(self._devices)) / _MOST_LEASES)
+        self.places = most_places(models, self._devices, lease=lease, cost=MOVE_SECONDS)
         self._divide()
-        return f"{self.places} jobs share a device: by the simulation, this is faster" if self.places > 1 else ""
+        if self.places == 1:
+            return ""
+        alone = makespan(simulate(models, self._devices, lease=lease, cost=MOVE_SECONDS))
+        return f"up to {self.places} jobs share a device; predicted for one a device: {in_minutes(alone)}"
 
     def _divide(self) -> None:
         for structure in self._board.structures:
@@ -93,7 +124,10 @@ class Sharing:
         return self._keeper.address(on[0], entry.job.number)
 
     def _remaining(self, job: int) -> float:
-        return self._board.entries[job - 1].remaining
+        entries = self._board.entries
+        if not 1 <= job <= len(entries):
+            raise KeyError(job)
+        return entries[job - 1].remaining
 
     def close(self) -> None:
         """End the keeper of the tokens."""

@@ -332,8 +332,9 @@ class Supervisor:
         clock = time.monotonic()
         if now or clock - self._shown > SHOW_SECONDS:
             self._shown = clock
-            fields = {"rows": self.board.rows(), "seconds": clock - self.began, "seconds_left": self.seconds_left()}
-            self.events("table", fields)
+            seconds, places = clock - self.began, self.sharing.places
+            fields = {"rows": self.board.rows(), "seconds": seconds, "seconds_left": self.seconds_left()}
+            self.events("table", {**fields, "jobs_per_device": places})
         if now or self._changed or clock - self._saved > SAVE_SECONDS:
             self._saved, self._changed = clock, False
             records = [entry.record for entry in self.board.entries]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from autopipe.report.results import PlannedLease, Timetable
 from autopipe.sweep import state
-from autopipe.sweep.scheduling.simulator import ModelJob, bound, makespan, simulate
+from autopipe.sweep.scheduling.simulator import bound, makespan, simulate
+from autopipe.sweep.sharing import as_models
 
 if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
 def predict(supervisor: Supervisor) -> Timetable:
     """Return the timetable of the jobs that are not finished."""
     entries, devices = supervisor.board.entries, supervisor.devices.indices
-    jobs: list[ModelJob] = []
+    jobs = as_models(supervisor.board.unfinished())
     notes = list(supervisor.notes)
     for entry in supervisor.board.unfinished():
-        model = entry.as_model(shares=entry.structure.shares)
-        if model is not None:
-            jobs.append(model)
-        elif not entry.length:
+        if not entry.length:
             notes.append(f"the length of {entry.job.name} is not known: it is not in the timetable")
     if supervisor.sweep.halving is not None:
         notes.append("[stop] is left out: every job is counted to its end")
@@ -32,6 +30,7 @@ def predict(supervisor: Supervisor) -> Timetable:
         leases=tuple(PlannedLease(names[row.job], row.devices, row.start, row.end) for row in leases),
         seconds=makespan(leases),
         bound=bound(jobs, len(devices)),
+        jobs_per_device=places,
         step_seconds={entry.job.name: entry.step_seconds for entry in entries if entry.structure.prepared},
         notes=tuple(notes),
         failures={entry.job.name: entry.record.error for entry in entries if entry.record.status == state.FAILED},

@@ -3,6 +3,8 @@
 It is a thread of the sweep. Among the jobs that wait for a device it prefers the one with the longest remaining time.
 A process that gives the token back lets those that wait go first, so no job waits for longer than one shard of each of
 the others. The kernel reports the end of a process, also if it was killed, or if its children have its socket still.
+A process that sends anything else is dropped, and so are those that a failed call of the system concerns: the thread
+goes on for all others.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ from autopipe.runtime.spilling.token import GIVE, GRANTED, TAKE, path_of
 
 _NAME = "token"
 _HELLO_BYTES = 64  # DEVICE:JOB and a new line, at most
+RETRY_SECONDS = 0.05  # after a connection could not be accepted
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -49,12 +53,15 @@ class TokenKeeper:
 
     Args:
         folder: of the sweep; the socket is in a new folder there, which only this user may enter.
-        remaining: returns the remaining seconds of a job, by its number. It is called in the keeper's thread.
+        remaining: returns the remaining seconds of a job, by its number. It is called in the keeper's thread; a job for
+            which it raises KeyError is dropped.
 
     """
 
     def __init__(self, folder: Path, remaining: Callable[[int], float]) -> None:
         self._remaining = remaining
+        for abandoned in folder.glob("token-*"):  # of a sweep that was killed: this one has its lock
+            shutil.rmtree(abandoned, ignore_errors=True)
         self._devices: dict[int, _Device] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="token-", dir=folder)).absolute()  # with mode 0700
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,6 +71,7 @@ class TokenKeeper:
         finally:
             os.close(opened)
         self._listener.listen()
+        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._ended, self._end = os.pipe()
@@ -108,10 +116,11 @@ class TokenKeeper:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has left again, or there are too many open files
+        except OSError:  # it has ended, or there are too many open files
+            time.sleep(RETRY_SECONDS)  # the connection may wait still
             return
-        connection.setblocking(False)
         try:
+            connection.setblocking(False)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             process = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
         except OSError:  # it has ended
@@ -124,46 +133,50 @@ class TokenKeeper:
 
     def _serve(self, client: _Client, *, ended: bool) -> None:
         received = b""
-        try:
-            received = b"" if ended else client.socket.recv(_HELLO_BYTES)
-        except BlockingIOError:  # it has not sent anything
-            return
-        except ConnectionError:
-            pass
-        if client.device < 0 and received:
+        if not ended:
             try:
+                received = client.socket.recv(_HELLO_BYTES)
+            except BlockingIOError:  # nothing is there after all
+                return
+            except OSError:
+                pass
+        try:
+            if not received:
+                raise ValueError("it has ended")
+            if client.device < 0:
                 received = self._welcome(client, received)
-            except ValueError:  # not one of the sweep's processes
-                received = b""
-            else:
-                if not received:
-                    return
-        if not received:
+            for message in received:
+                if client in self._clients:  # the grant before reached it
+                    self._take(client, bytes((message,)))
+        except (ValueError, KeyError):
             self._drop(client)
-            return
-        for message in received:
-            self._take(client, bytes((message,)))
 
     def _welcome(self, client: _Client, received: bytes) -> bytes:
         """Take the device and the job that a process says first; return what it has sent behind.
 
-        Raises: ValueError for anything else.
+        Raises: ValueError if it says anything else; KeyError for an unknown job.
         """
         client.hello += received
         hello, line, rest = client.hello.partition(b"\n")
-        if not line and len(hello) >= _HELLO_BYTES:
-            raise ValueError(hello)
+        device, _, job = hello.partition(b":")
+        is_begun = len(hello) <= _HELLO_BYTES and hello.replace(b":", b"0").isdigit()
+        if not is_begun or (line and not (device.isdigit() and job.isdigit())):
+            raise ValueError(f"{hello!r} is not DEVICE:JOB")
         if line:
-            client.device, client.job = (int(part) for part in hello.split(b":"))
+            self._remaining(int(job))
+            client.device, client.job = int(device), int(job)
             self._devices.setdefault(client.device, _Device())
         return rest
 
     def _take(self, client: _Client, message: bytes) -> None:
+        """Carry out a message. Raises: ValueError if the process may not send it now."""
         device = self._devices[client.device]
-        if message == TAKE:
+        if message == TAKE and device.holder is not client and client not in device.waiting:
             device.waiting.append(client)
         elif message == GIVE and device.holder is client:
             device.holder = None
+        else:
+            raise ValueError(f"unexpected {message!r}")
         self._grant(device)
 
     def _grant(self, device: _Device) -> None:

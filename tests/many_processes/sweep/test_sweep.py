@@ -182,7 +182,7 @@ def test_jobs_that_share_a_device_have_the_weights_of_training_alone(commands: C
     assert_gone(processes_in(commands.folder))
     assert not list((commands.folder / "sweep").glob("token-*"))
     _, err = commands.run(*SWEEP, "--devices", "1", "--jobs-per-device", "3", "--resume", code=1)
-    assert "3 jobs are to share a device, and the sweep began with 2" in err
+    assert "2 jobs a device were chosen when the sweep began, and now 3" in err
     assert commands.document(*SWEEP, "--devices", "1", "--resume")["events"] == []
 
 

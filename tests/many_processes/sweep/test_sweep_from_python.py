@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support.commands import Commands, assert_gone
 from support.sweeps.cases import alone, assert_equal_weights, processes_in, write_sweep
+from support.sweeps.shared import steps_of, write_shared
 from support.warm.programs import run_warm
 
 import autopipe
 from autopipe.errors import RunError
+from autopipe.sweep import sharing
+from autopipe.sweep.api import timetable
 
 JOBS = '[[job]]\ntarget = "model.py"\ngrid = { lr = [0.01, 0.001] }\n'
 SCRIPT = """
@@ -83,3 +87,34 @@ def test_wrong_devices_are_an_error_before_anything_runs(tmp_path: Path) -> None
     write_sweep(tmp_path, JOBS, steps=60)
     with pytest.raises(ValueError, match="neither auto, a number of devices"):
         autopipe.sweep(tmp_path / "sweep.toml", devices=0)
+
+
+def test_jobs_share_a_device_once_the_simulation_has_chosen_it(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shared(commands.folder, steps=20)
+    monkeypatch.chdir(commands.folder)
+    # on a CPU, how long copies take cannot be chosen; what the simulation returns is tested with its jobs
+    monkeypatch.setattr(sharing, "most_places", lambda jobs, *_, **__: sum(job.shares for job in jobs))
+    planned = timetable("sweep.toml", sweep_dir="sweep", devices=1, jobs_per_device="auto")
+    assert planned.jobs_per_device == 2
+    assert max(lease.start for lease in planned.leases) == 0  # both begin at once
+    result = autopipe.sweep("sweep.toml", sweep_dir="sweep", devices=1, jobs_per_device="auto")
+    assert [row.status for row in result.jobs] == ["done", "done"] and result.jobs_per_device == 2
+    assert len(result.notes) == len(set(result.notes))
+    assert any(note.startswith("up to 2 jobs share a device") for note in result.notes)
+    assert [event.what for event in result.events] == ["started", "started", "done", "done"]
+    steps = steps_of(commands.folder)
+    assert sum(step.job != following.job for step, following in pairwise(steps)) > 10
+    for row in result.jobs:
+        run = f"alone-{row.number}"
+        commands.document(*alone(run, "--steps", "20", "--lr", str(row.settings["lr"]), "--work-dir", "work"))
+        assert_equal_weights(Path(row.run_dir), commands.folder / run)
+    assert_gone([process for process in processes_in(commands.folder) if process.ppid() != os.getpid()])
+
+
+@pytest.mark.parametrize("number", [0, "many"])
+def test_a_wrong_number_of_jobs_is_an_error_before_anything_runs(tmp_path: Path, number: int | str) -> None:
+    write_sweep(tmp_path, JOBS, steps=60)
+    with pytest.raises(ValueError, match="neither auto nor a number of jobs"):
+        autopipe.sweep(tmp_path / "sweep.toml", jobs_per_device=number)

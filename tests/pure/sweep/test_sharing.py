@@ -69,7 +69,7 @@ def test_a_job_that_does_not_fit_its_part_has_the_device_for_itself(tmp_path: Pa
 def test_a_resumed_sweep_keeps_the_number() -> None:
     assert [places_wanted(0, wanted) for wanted in (None, AUTO, 1, 3)] == [1, AUTO, 1, 3]
     assert [places_wanted(2, wanted) for wanted in (None, AUTO, 2)] == [2, 2, 2]
-    with pytest.raises(RunError, match="3 jobs are to share a device, and the sweep began with 2"):
+    with pytest.raises(RunError, match="2 jobs a device were chosen when the sweep began, and now 3"):
         places_wanted(2, 3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -54,5 +55,19 @@ def wait(task: Any, link: Link) -> Any:
     child = os.fork()
     if child:
         link.send("running", pids=[os.getpid(), child])
+    while True:
+        signal.pause()
+
+
+def leave(task: Any, link: Link) -> Any:
+    """Start a process that does not end with its parent, report it, and end without a result."""
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child:
+        os.read(ready, 1)
+        link.send("running", pids=[child])
+        os._exit(task)
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG
+    os.write(begun, b".")
     while True:
         signal.pause()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -118,6 +119,15 @@ def test_a_process_that_is_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -
     assert "extension" in ended.value.remedy
     with pytest.raises(RunError, match=WHAT):
         run_apart(functions.die, 93, ignore, doing="comparing")
+
+
+def test_what_a_process_started_ends_also_if_it_ended_itself() -> None:
+    pids: list[int] = []
+    with pytest.raises(RunError, match="exited with code 4"):
+        run_apart(functions.leave, 4, lambda kind, fields: pids.extend(fields["pids"]), doing="comparing")
+    (pid,) = pids
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_interrupt_ends_the_process_and_what_it_started() -> None:

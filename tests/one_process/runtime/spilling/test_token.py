@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +32,10 @@ def keeper(tmp_path: Path) -> Iterator[TokenKeeper]:
 
 def token(keeper: TokenKeeper, job: int, device: int = 0) -> DeviceToken:
     return DeviceToken(keeper.address(device, job), lambda _: None)
+
+
+def path(keeper: TokenKeeper) -> str:
+    return keeper.address(0, 1).split(":", 2)[2]
 
 
 def until(keeper: TokenKeeper, holder: int | None) -> None:
@@ -155,3 +162,69 @@ def test_an_address_without_a_keeper_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not DEVICE:JOB:SOCKET"):
         token_of({"AUTOPIPE_DEVICE_TOKEN": "somewhere"}, lambda _: None)
     assert token_of({}, lambda _: None) is None
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"\n",
+        b"x:y\n",
+        b"0\n",
+        b"-1:2\n",
+        b"0:1:2\n",
+        b"0:9\nt",
+        b"0:1\nq",
+        b"0:1\ntt",
+        b"0:1\ng",
+        b"1" * 500,
+        b"\xff" * 9,
+    ],
+)
+def test_a_process_that_sends_anything_else_is_dropped_alone(keeper: TokenKeeper, rubbish: bytes) -> None:
+    first = token(keeper, 1)
+    first.take()
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.settimeout(MOST_SECONDS)
+    stranger.connect(path(keeper))
+    stranger.sendall(rubbish)
+    with contextlib.suppress(ConnectionError):  # it was dropped with unread bytes
+        assert stranger.recv(1) == b""
+    first.give()
+    first.take()
+    until(keeper, 1)
+    stranger.close()
+    first.close()
+
+
+def test_a_failed_accept_ends_nothing(keeper: TokenKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = token(keeper, 1)
+    first.take()
+    opened, failures = os.pidfd_open, [OSError(errno.EMFILE, "too many open files")]
+
+    def fail_once(process: int) -> int:
+        if failures:
+            raise failures.pop()
+        return opened(process)
+
+    monkeypatch.setattr(os, "pidfd_open", fail_once)
+    refused = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    refused.connect(path(keeper))
+    with contextlib.suppress(ConnectionError):
+        assert refused.recv(1) == b""
+    accepted = token(keeper, 3)
+    first.give()
+    accepted.take()
+    until(keeper, 3)
+    for client in (first, refused, accepted):
+        client.close()
+
+
+def test_a_read_of_nothing_drops_no_process(keeper: TokenKeeper) -> None:
+    first = token(keeper, 1)
+    first.take()
+    (client,) = keeper._clients
+    keeper._serve(client, ended=False)  # nothing is there, as after a spurious wake-up
+    until(keeper, 1)
+    first.give()
+    until(keeper, None)
+    first.close()
