@@ -29,6 +29,7 @@ from autopipe.errors import RunError
 from autopipe.launch.forwarding import forwarded
 from autopipe.launch.remote import facts, network
 from autopipe.launch.remote.agent_pool import command_of
+from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
 from autopipe.launch.request import LaunchSettings
 
@@ -57,6 +58,7 @@ class Places:
     settings: LaunchSettings = field(default_factory=LaunchSettings)
     hosts: tuple[str, ...] = ()  # of each rank, with ssh
     meeting: socket.socket | None = None  # where the processes of a cluster connect
+    seen_as: str = ""  # the address of this host, as another one sees it
 
     @property
     def are_remote(self) -> bool:
@@ -66,7 +68,9 @@ class Places:
     @property
     def address(self) -> str:
         """The address on which rank 0 listens; "": the one at which its host was reached."""
-        return "" if self.meeting is None else str(self.meeting.getsockname()[0])
+        if self.meeting is not None:
+            return str(self.meeting.getsockname()[0])
+        return self.seen_as if self.hosts[0] in HERE and not self.settings.interface else ""
 
     def connect(self, local: Callable[[int], Connection], timeout: float) -> list[Connection]:
         """Return the connections to all ranks. ``local``: starts a rank here; ``timeout``: seconds of silence.
@@ -81,7 +85,9 @@ class Places:
         connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
         try:
             for rank, connection in enumerate(connections):
-                _refuse_other_versions(_hello_of(connection.end, rank, connection.host, START_SECONDS), connection.host)
+                found = _hello_of(connection.end, rank, connection.host, START_SECONDS)
+                _refuse_other_versions(found, connection.host)
+                self.seen_as = self.seen_as or str(found["reached_from"])
         except BaseException:
             for connection in connections:
                 assert connection.process is not None, "ssh started it"

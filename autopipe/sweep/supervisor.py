@@ -162,11 +162,10 @@ class Supervisor:
                 self._fail(entry, process.error)
             return
         structure.learn(process.value)
-        for note in process.value["notes"]:
-            if structure.spilled or note.startswith(_WARNING):
+        notes = [note for note in process.value["notes"] if structure.spilled or note.startswith(_WARNING)]
+        for note in (*notes, *process.value["compared"]):
+            if f"{structure.first.name}: {note}" not in self.notes:  # it may be prepared again, with a part
                 self._note(note, structure.first.name)
-        for note in process.value["compared"]:
-            self._note(note, structure.first.name)
         for jobs, error in zip(structure.comparisons().values(), process.value["errors"], strict=True):
             for job in jobs if error is not None else ():
                 self._fail(self.board.entry(job), restored(error))

@@ -35,6 +35,8 @@ from autopipe.script.wire import GoneError, Wire
 _FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
 FILE, LISTEN = "file", "listen"
 """Where the ranks meet, other than an address: in a file of their folder; or where this rank then listens."""
+MEET_SECONDS = 120.0
+"""For the ranks to meet over the network, once all have started."""
 LOST = 4
 """The exit code of a rank that ends because another process has."""
 
@@ -268,7 +270,7 @@ def _store_of(wire: Wire, text: str, rank: int, count: int, folder: Path, second
         text = network.tcp_address(*listener.getsockname()[:2])
         wire.send(["value", text])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", network.interface_towards(network.parse_tcp(text)[0]))
-    return open_store(text, rank, count, timeout_seconds=seconds, listener=listener)
+    return open_store(text, rank, count, timeout_seconds=min(seconds, MEET_SECONDS), listener=listener)
 
 
 def leave(code: int) -> NoReturn:
