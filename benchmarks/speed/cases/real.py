@@ -12,7 +12,7 @@ from benchmarks.speed.spread import Spread, ratios, step_times, verdict
 TOLERANCE = 1e-3  # of a loss after some steps: torch adds the gradients of a minibatch in another order
 MICROBATCHES = 8
 # minibatch, steps; resnet: no ragged minibatch, which torch does not split
-SIZES = {"gpt": (64, 12), "resnet": (128, 15), "hf_llama": (32, 20)}
+SIZES = {"gpt": (64, 12), "resnet": (128, 10), "hf_llama": (32, 20)}
 OURS = ("1f1b", "auto", "interleaved")
 # system -> the plan whose stages it runs
 THEIRS = {"plain": "1f1b", "gpipe": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved"}
