@@ -85,9 +85,9 @@ class Places:
         connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
         try:
             for rank, connection in enumerate(connections):
-                found = _hello_of(connection.end, rank, connection.host, START_SECONDS)
-                _refuse_other_versions(found, connection.host)
-                self.seen_as = self.seen_as or str(found["reached_from"])
+                there = _hello_of(connection.end, rank, connection.host, START_SECONDS)
+                _refuse_other_versions(there, connection.host)
+                self.seen_as = self.seen_as or str(there["reached_from"])
         except BaseException:
             for connection in connections:
                 assert connection.process is not None, "ssh started it"
@@ -160,15 +160,15 @@ def _joined(meeting: socket.socket, count: int) -> dict[int, Connection]:
                 remedy="see the launcher's output for these ranks",
             ) from None
         try:
-            found = _hello_of(connection, -1, "", _HELLO_SECONDS)
+            there = _hello_of(connection, -1, "", _HELLO_SECONDS)
         except RunError:  # another program
             connection.close()
             continue
-        rank, host = found["rank"], str(found["host_name"])
+        rank, host = there["rank"], str(there["host_name"])
         if type(rank) is not int or not 0 < rank < count or rank in joined:
             connection.close()
             continue
-        _refuse_other_versions(found, host)
+        _refuse_other_versions(there, host)
         joined[rank] = Connection(connection, None, host, joins=True)
     return joined
 
@@ -200,12 +200,12 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
     )
 
 
-def _refuse_other_versions(found: dict[str, Any], host: str) -> None:
+def _refuse_other_versions(there: dict[str, Any], host: str) -> None:
     own = facts.collect(devices=False)
     for name in ("autopipe", "torch"):
-        if found.get(name) != own[name]:
+        if there.get(name) != own[name]:
             raise RunError(
-                f"{host} has {name} {found.get(name) or 'not at all'}, and this host has {own[name]}",
+                f"{host} has {name} {there.get(name) or 'not at all'}, and this host has {own[name]}",
                 remedy="install the same versions on all hosts, or name the interpreter with --remote-python",
             )
 

@@ -119,7 +119,7 @@ class Ranks:
             other, message = reports[0]
             return self._failed(other, message)
         codes = [(other, self._code(other)) for other in range(len(self.connections))]
-        failed = [(other, found) for other, found in codes if found not in (None, 0, LOST)]
+        failed = [(other, ended) for other, ended in codes if ended not in (None, 0, LOST)]
         elsewhere = [other for other in gone if self.connections[other].process is None]
         if failed:
             rank, code = failed[0][0], failed[0][1] or 0
