@@ -21,13 +21,13 @@ _LIBRARIES = (
     ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),
     ("libtorch_python.so", os.RTLD_NOW),
 )
-# a build with CUDA loads libraries of other packages before its own
-_OF_CUDA = "libtorch_cuda.so"
+# builds for GPUs load libraries of other packages before their own
+_FOR_GPUS = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 
 @contextlib.contextmanager
 def native_libraries() -> Iterator[None]:
-    """Load the libraries within the context, on Linux and without CUDA. What fails is left to ``import torch``."""
+    """Load the libraries within the context, on Linux and without GPUs. What fails is left to ``import torch``."""
     folder = _folder()
     if folder is None:
         yield
@@ -46,7 +46,7 @@ def _folder() -> Path | None:
     if sys.platform != "linux" or spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent / "lib"
-    return None if (folder / _OF_CUDA).exists() else folder
+    return None if any((folder / name).exists() for name in _FOR_GPUS) else folder
 
 
 def _load(folder: Path) -> None:

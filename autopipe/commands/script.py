@@ -10,7 +10,7 @@ from pathlib import Path
 from autopipe.errors import RunError, counted
 from autopipe.launch import slurm
 from autopipe.launch.request import LaunchSettings
-from autopipe.script.places import Places
+from autopipe.script.places import Places, keep_alive
 from autopipe.script.runner import INTERRUPTED, end_by_interrupt, run_script
 
 __all__ = ["INTERRUPTED", "end_by_interrupt", "in_an_allocation", "run"]
@@ -82,6 +82,7 @@ def _among_ranks(launch: LaunchSettings, stages: int | None, timeout: float) -> 
 
         end = peer.connected(*env.leader(identity, launch))
         end.settimeout(None)
+        keep_alive(end)
         join(end, identity.rank, identity.world_size, timeout, launch.interface)
     listener = env.meeting(identity, launch) if identity.world_size > 1 else None
     for name in variables() & os.environ.keys():  # the script is one process, and would take itself for a rank

@@ -52,6 +52,14 @@ class Holders:
         self._values[key] -= 1
         if not self._values[key]:
             self._dropped.append(key)
+        self.leave(calls)
+
+    def reach(self, calls: frozenset[int]) -> None:
+        """Note that a lazy tensor reaches further calls."""
+        self._calls.update(calls)
+
+    def leave(self, calls: frozenset[int]) -> None:
+        """Note that one lazy tensor less reaches these calls."""
         for call in calls:
             self._calls[call] -= 1
             if not self._calls[call]:
@@ -304,12 +312,17 @@ def _changed(
 ) -> Any:
     """Note that a value was changed in place."""
     controller.changes += 1
+    further: frozenset[int] = frozenset()
     if tensors and tensors[0].requires_grad:
         lazy.lz_needs, lazy.lz_name = True, tensors[0].grad_fn.name() if tensors[0].grad_fn is not None else ""
-        lazy.lz_calls = lazy.lz_calls | calls
+        further = calls - lazy.lz_calls
     elif name == "__setitem__" and calls:
         lazy.lz_needs = True
-        lazy.lz_calls = lazy.lz_calls | calls
+        further = calls - lazy.lz_calls
+    if further:
+        lazy.lz_calls = lazy.lz_calls | further
+        controller.holders.reach(further)
+        weakref.finalize(lazy, controller.holders.leave, further).atexit = False
     return None if name == "__setitem__" else lazy
 
 

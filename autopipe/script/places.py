@@ -128,10 +128,22 @@ class Places:
         with self.meeting:
             if failed:
                 return
-            for connection in _joined(self.meeting, self.count).values():
+            try:
+                joined = _joined(self.meeting, self.count)
+            except RunError:  # the script has ended well without them
+                return
+            for connection in joined.values():
                 wire = Wire(connection.end)
                 wire.send(["end"])
                 wire.close()
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let the kernel find out within half a minute that the other host has lost its power or its network."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -164,11 +176,12 @@ def _joined(meeting: socket.socket, count: int) -> dict[int, Connection]:
         except RunError:  # another program
             connection.close()
             continue
-        rank, host = there["rank"], str(there["host_name"])
+        rank, host = there.get("rank"), str(there.get("host_name"))
         if type(rank) is not int or not 0 < rank < count or rank in joined:
             connection.close()
             continue
         _refuse_other_versions(there, host)
+        keep_alive(connection)
         joined[rank] = Connection(connection, None, host, joins=True)
     return joined
 
@@ -187,8 +200,9 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
                 line = bytes(received).rpartition(b"\n")[0].rpartition(b"\n")[2]
                 if line.startswith(MARK):
                     end.settimeout(None)
-                    answer: dict[str, Any] = json.loads(line[len(MARK) :])
-                    return answer
+                    answer = json.loads(line[len(MARK) :])
+                    if isinstance(answer, dict):
+                        return answer
     except (OSError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     else:
@@ -203,7 +217,7 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
 def _refuse_other_versions(there: dict[str, Any], host: str) -> None:
     own = facts.collect(devices=False)
     for name in ("autopipe", "torch"):
-        if there.get(name) != own[name]:
+        if str(there.get(name)).partition("+")[0] != own[name].partition("+")[0]:  # of torch: the build
             raise RunError(
                 f"{host} has {name} {there.get(name) or 'not at all'}, and this host has {own[name]}",
                 remedy="install the same versions on all hosts, or name the interpreter with --remote-python",

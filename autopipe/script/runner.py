@@ -72,10 +72,10 @@ def run_script(
     finally:
         for controller in patching.starting:
             controller.close(failed=failed)
-        if not patching.starting:
-            places.end(failed=failed)
         if reference is not None:
             reference.end()
+        if not patching.starting:
+            places.end(failed=failed)
     return code
 
 

@@ -30,6 +30,7 @@ from autopipe.ir import decoding
 from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.planning.spilled.explain import COMPUTE, TO_DEVICE, TO_HOST, bounds_of
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.spilling.token import ADDRESS
 from autopipe.sweep.devices import as_visible
@@ -210,7 +211,13 @@ def train_lease(task: Any, link: Link) -> dict[str, Any]:
         os.environ[ADDRESS] = wanted.token
     _begin(wanted.devices, Path(wanted.log))
     run, work_dir = RunDirectory(Path(wanted.run_dir)), Path(wanted.work_dir)
-    start = newest_intact(run)
+    saved, start = checkpoints.steps(run.checkpoints), newest_intact(run)
+    if saved and start < 0:
+        raise RunError(
+            f"all checkpoints are damaged: steps {', '.join(map(str, saved))}",
+            where=str(run.checkpoints),
+            remedy="remove the folder of the job to train it again, and add --resume",
+        )
     resume = start >= 0
     if not resume:
         shutil.rmtree(run.path, ignore_errors=True)  # of a lease that was killed before its first checkpoint

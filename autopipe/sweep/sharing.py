@@ -80,11 +80,11 @@ class Sharing:
 
     def decide(self) -> str:
         """Choose the number of places once all structures are prepared. Return a note if jobs will share devices."""
-        structures = self._board.structures
-        if self.is_decided or not all(structure.prepared for structure in structures):
+        unfinished = self._board.unfinished()
+        if self.is_decided or not all(entry.structure.prepared for entry in unfinished):
             return ""
         self.is_decided = True
-        models = as_models(self._board.unfinished(), could=True)
+        models = as_models(unfinished, could=True)
         if not any(model.shares for model in models):
             return ""
         lease = max(self._lease, bound(models, len(self._devices)) / _MOST_LEASES)

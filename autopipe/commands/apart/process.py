@@ -39,7 +39,7 @@ Handler = Callable[[str, dict[str, Any]], None]
 """Takes the kind and the fields of a message of the process. If it raises, the process ends."""
 
 _POLL_SECONDS = 0.2
-_GROUP_SECONDS = 0.01
+_GROUP_SECONDS, _GROUP_MOST_SECONDS = 0.01, 1.0
 _KILLED = "free memory on this host, or use a smaller model or batch; the kernel's log names what it killed (dmesg)"
 _CRASHED = "look at its last output: a compiled extension of the model, or the driver of the GPU, may have failed"
 
@@ -193,7 +193,7 @@ class ApartProcess:
         if self.is_alive:
             self.process.kill()  # a forked process may not have its own group yet
             self._join()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + _GROUP_MOST_SECONDS  # a zombie that no process reaps stays
         while self._kill_group(self.process.pid) and time.monotonic() < deadline:
             time.sleep(_GROUP_SECONDS)
         self.connection.close()

@@ -226,13 +226,13 @@ def _lacks_evaluation(run: RunDirectory, start: int, every: int) -> bool:
     if start <= 0 or not every or start % every:
         return False
     try:
-        lines = run.metrics.read_text(encoding="utf-8").splitlines()
+        lines = run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return True
     for line in reversed(lines):
         with contextlib.suppress(ValueError):  # the run was killed while it wrote the line
             fields = json.loads(line)
-            if "evaluation_loss" in fields and fields["step"] == start:
+            if isinstance(fields, dict) and "evaluation_loss" in fields and fields["step"] == start:
                 return False
     return True
 

@@ -23,6 +23,8 @@ class _OfDTensors(type):
         return actual is not cls and isinstance(value, actual)
 
     def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") and name != "__torch_dispatch__":  # a debugger looks for them
+            raise AttributeError(name)
         from torch.distributed.tensor import DTensor
 
         return getattr(DTensor, name)

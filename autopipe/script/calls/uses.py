@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import Counter
 
 from autopipe.generate.parts import divide
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan
 
-# modules that use their weights at each time
-_REPEATED = frozenset(("LSTM", "GRU", "RNN"))
+# torch's modules, and functions and methods, that use each parameter once in a call
+_MODULES = frozenset(
+    (
+        *("Linear", "Embedding", "EmbeddingBag", "LayerNorm", "RMSNorm", "GroupNorm", "PReLU"),
+        *(f"{name}{n}d" for n in (1, 2, 3) for name in ("Conv", "ConvTranspose", "BatchNorm", "InstanceNorm")),
+    )
+)
+_FUNCTIONS = frozenset(
+    (
+        *("linear", "embedding", "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d"),
+        *("t", "transpose", "permute", "view", "reshape", "unsqueeze", "expand", "to", "contiguous"),
+    )
+)
 
 
 def is_serial(graph: Graph, plan: Plan) -> bool:
@@ -18,14 +29,20 @@ def is_serial(graph: Graph, plan: Plan) -> bool:
     The gradients of a tied parameter travel from the last stage to the first, call by call. If a stage adds several
     uses of one call, or passes a sum on, those of the call before must be in the sum already.
     """
-    ties = [tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad]
-    if any(len(tie.copies) > 1 for tie in ties):
+    if any(len(tie.copies) > 1 for tie in plan.ties):
         return True
-    for part in divide(graph, plan) if ties else ():
+    for part in divide(graph, plan) if plan.ties else ():
         uses: Counter[str] = Counter()
         for node in part.nodes:
-            often = 2 if node.opaque or node.module_type in _REPEATED else 1
+            often = 1 if _uses_once(node) else 2
             uses.update({graph.aliases.get(name, name): often for name in node.parameters})
         if any(count > 1 and graph.parameters[name].requires_grad for name, count in uses.items()):
             return True
     return False
+
+
+def _uses_once(node: Node) -> bool:
+    """Return whether a call uses each of its parameters once; False if that is not known."""
+    if node.kind == "call_module":
+        return not node.opaque and node.module_type in _MODULES
+    return node.target.rpartition(".")[2] in _FUNCTIONS

@@ -70,7 +70,7 @@ def join(end: Any, rank: int, count: int, timeout: float, interface: str) -> NoR
     end.sendall(hello(rank))
     folder = Path(tempfile.mkdtemp(prefix="autopipe-run-"))
     try:
-        code = attend(Wire(end), rank, count, folder, timeout, _own_address(interface))
+        code = attend(Wire(end), rank, count, folder, timeout, _own_address(interface), joins=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     leave(code)

@@ -232,18 +232,21 @@ def main(words: list[str]) -> None:
     leave(code)
 
 
-def attend(wire: Wire, rank: int, count: int, folder: Path, seconds: float, address: str = "") -> int:
+def attend(
+    wire: Wire, rank: int, count: int, folder: Path, seconds: float, address: str = "", *, joins: bool = False
+) -> int:
     """Serve until the controller ends the run, and return the exit code.
 
     ``folder``: for stage files; ``seconds``: until a wait for another rank fails; ``address``: at which other hosts
-    reach this one.
+    reach this one; ``joins``: the controller did not start this process, which may have another interpreter.
     """
     try:
         settings = wire.receive()
         if settings == ["end"]:  # the script trains nothing
             wire.close()
             return 0
-        sys.path[:] = settings["path"]
+        more = [entry for entry in settings["path"] if entry not in sys.path and Path(entry).exists()]
+        sys.path[:] = [*sys.path, *more] if joins else settings["path"]
         set_all(settings)
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
         served = Rank(wire, rank, count, folder, seconds, store)

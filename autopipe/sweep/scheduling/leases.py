@@ -26,8 +26,13 @@ class Waiting:
     computes: float = 0.0  # of the remaining time, the seconds that it computes; needed of a job that shares
     copies: float = 0.0  # and the seconds of its copies from the host, which overlap with computation
 
-    def movable_in(self, lease: float, longest: float) -> float:
-        """Return the seconds until it ends, or may be preempted for a job with ``longest`` remaining seconds."""
+    def movable_in(self, lease: float, longest: float, *, preempts: bool) -> float:
+        """Return the seconds until it ends, or may be preempted for a job with ``longest`` remaining seconds.
+
+        ``preempts``: whether that job may preempt others.
+        """
+        if not preempts:
+            return max(0.0, self.remaining)
         return max(0.0, min(self.remaining, max(lease - self.ran, self.remaining - longest + lease)))
 
 
@@ -48,7 +53,7 @@ def assign(
     for job in sorted((job for job in jobs if not job.on), key=lambda job: (-job.remaining, job.job)):
         if head is not None:
             begun_now = min(job.remaining, lease)
-            if begun_now <= board.free_in(head, lease):
+            if begun_now <= board.free_in(head, lease, preempts=head.remaining + lease >= least):
                 board.place(job, ())
             continue
         ended = [
@@ -97,13 +102,14 @@ class _Board:
         self._add(job, tuple(sorted(device for _, _, device, _ in taken)))
         return True
 
-    def free_in(self, job: Waiting, lease: float) -> float:
+    def free_in(self, job: Waiting, lease: float, *, preempts: bool) -> float:
         """Return the seconds until a job that waits for places can have them."""
         times = []
         for residents in self._on.values():
             free, after = self._places - self._used(residents), 0.0
             for movable, other in sorted(
-                ((other.movable_in(lease, job.remaining), other) for other in residents), key=lambda pair: pair[0]
+                ((other.movable_in(lease, job.remaining, preempts=preempts), other) for other in residents),
+                key=lambda pair: pair[0],
             ):
                 if free < self._each(job):
                     free, after = free + self._each(other), movable

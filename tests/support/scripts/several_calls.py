@@ -1,4 +1,6 @@
-"""One backward through several calls of a model that uses a layer twice, and a loss of sums of them."""
+"""One backward through several calls of a model that uses a layer several times; ``--add``: the loss grows in place."""
+
+import sys
 
 import torch
 from torch import nn
@@ -27,6 +29,14 @@ model = Repeated()
 opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(5):
     opt.zero_grad()
+    if "--add" in sys.argv:
+        total = 0
+        for _ in range(4):
+            total += model(torch.randn(8, 16)).pow(2).mean()
+        total.backward()
+        opt.step()
+        print(step, total.item())
+        continue
     losses = [model(torch.randn(8, 16)).pow(2).mean() for _ in range(3)]
     if step % 2:
         sum(losses).backward()

@@ -17,18 +17,21 @@ class Tied(nn.Module):
         self.first = nn.Linear(16, 16)
         self.middle = nn.Linear(16, 16)
         self.last = nn.Linear(16, 16)
+        self.square = nn.Parameter(torch.eye(16) + 0.1 * torch.randn(16, 16))
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x):
         x = torch.tanh(self.first(self.embedding(x)))
-        x = torch.tanh(self.middle(x))
+        x = torch.tanh(self.middle(x) @ torch.mm(self.square, self.square))
         x = x + F.linear(x @ self.embedding.weight.t(), self.embedding.weight.t())
         x = torch.tanh(self.last(x))
         return self.head(x)
 
 
 model = Tied()
+if "--frozen" in sys.argv:
+    model.head.weight.requires_grad_(False)
 opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(4):
     opt.zero_grad()
