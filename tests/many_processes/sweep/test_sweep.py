@@ -187,7 +187,7 @@ def test_jobs_that_share_a_device_have_the_weights_of_training_alone(commands: C
 
 
 def test_a_killed_job_does_not_hurt_the_one_that_shares_its_device(commands: Commands) -> None:
-    write_sweep(commands.folder, SHARED, steps=60, lease=60)
+    write_sweep(commands.folder, SHARED + "checkpoint-every = 5\n", steps=60, lease=60)
     process = started(commands, "--json", "--devices", "1", "--jobs-per-device", "2")
     next(ranks_in(commands.folder)).parent().parent().kill()
     out, err = process.communicate(timeout=120)
