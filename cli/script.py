@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from . import launching, options, types
+from . import launching, options, submitting, types
 from .terminal import Terminal
 
 
@@ -72,13 +71,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
 
     launch = launching.settings(given)
     if launch.name == "slurm":
-        from autopipe.commands.training.submission import program
-
-        words = command.in_an_allocation(terminal.typed, given["gpus"])
-        terminal.release()  # the new command reserves it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(program(words[0]), words)  # noqa: S606  # no shell is needed
+        submitting.become(terminal, command.srun(terminal.typed, given["gpus"]))
     code = command.run(
         script,
         list(arguments),

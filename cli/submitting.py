@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -30,13 +30,19 @@ def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str
         streams = {"out": terminal.output, "err": sys.stderr}
         return submission.on_ray(settings, words, lambda name, line: click.echo(line, streams[name], nl=False))
     if inside:
-        command = submission.srun(settings, words)
-        terminal.release()  # the new command reserves it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(submission.program(command[0]), command)  # noqa: S606  # no shell is needed
+        become(terminal, submission.srun(settings, words))
     job = submission.submit(settings, words, options)
     terminal.table(f"job {job.job} is in the queue", f"script: {job.script}", f"output: {job.output}")
     terminal.document("train", {"submitted": dataclasses.asdict(job)})
     terminal.next(f"squeue --job {job.job}")
     return 0
+
+
+def become(terminal: Terminal, command: tuple[str, ...]) -> NoReturn:
+    """Run one of SLURM's programs in place of this command. Raises: RunError if it is not installed."""
+    from autopipe.commands.training.submission import program
+
+    terminal.release()  # the new command reserves it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(program(command[0]), command)  # noqa: S606  # no shell is needed

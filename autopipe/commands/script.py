@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopipe.errors import RunError, counted
+from autopipe.commands.training.submission import in_an_allocation
+from autopipe.errors import RunError
 from autopipe.launch import slurm
 from autopipe.launch.request import LaunchSettings
 from autopipe.script.places import Places, keep_alive
 from autopipe.script.runner import INTERRUPTED, end_by_interrupt, run_script
 
-__all__ = ["INTERRUPTED", "end_by_interrupt", "in_an_allocation", "run"]
+__all__ = ["INTERRUPTED", "end_by_interrupt", "run", "srun"]
 
 STAGES = 2
 """The number of stages, unless the options or a launcher give it."""
@@ -72,11 +73,7 @@ def _among_ranks(launch: LaunchSettings, stages: int | None, timeout: float) -> 
     from autopipe.launch.remote.identity import read_identity, variables
 
     identity = read_identity(os.environ)
-    if stages is not None and stages != identity.world_size:
-        raise RunError(
-            f"--gpus is {stages}, but {identity.launcher} has started {counted(identity.world_size, 'rank')}",
-            remedy=f"omit --gpus, or start {counted(stages, 'rank')}",
-        )
+    env.refuse_other_number(identity, stages)
     if identity.rank:
         from autopipe.script.rank.joining import join
 
@@ -90,12 +87,12 @@ def _among_ranks(launch: LaunchSettings, stages: int | None, timeout: float) -> 
     return Places(identity.world_size, launch, meeting=listener)
 
 
-def in_an_allocation(typed: Sequence[str], stages: int | None) -> tuple[str, ...]:
+def srun(typed: Sequence[str], stages: int | None) -> tuple[str, ...]:
     """Return the command that starts the ranks in the SLURM allocation of this process. ``typed``: the words of ours.
 
     Raises: RunError outside of an allocation.
     """
-    if not os.environ.get("SLURM_JOB_ID"):
+    if not in_an_allocation(os.environ):
         raise RunError(
             "--launcher slurm starts the ranks of a script in an allocation, and this process is in none",
             remedy="run it in a batch script, or after `salloc --ntasks=N`",

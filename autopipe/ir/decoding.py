@@ -75,8 +75,8 @@ def _reader(kind: Any) -> _Read:
 @functools.cache  # not of other types: unions of another order are equal
 def _of_dataclass(kind: type) -> _Read:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    none = dataclasses.MISSING
-    required = {name for name, field in fields.items() if field.default is none and field.default_factory is none}
+    missing = dataclasses.MISSING
+    required = {name for name, field in fields.items() if field.default is missing and field.default_factory is missing}
     readers: dict[str, _Read] = {}
 
     def read(value: Any) -> Any:

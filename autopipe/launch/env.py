@@ -51,6 +51,15 @@ def lead(identity: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvou
     rendezvous.finish(0)
 
 
+def refuse_other_number(identity: RankIdentity, requested: int | None) -> None:
+    """Refuse another number of ranks than the launcher has started. Raises: RunError."""
+    if requested is not None and requested != identity.world_size:
+        raise RunError(
+            f"--gpus is {requested}, but {identity.launcher} has started {counted(identity.world_size, 'rank')}",
+            remedy=f"omit --gpus, or start {counted(requested, 'rank')}",
+        )
+
+
 def meeting(identity: RankIdentity, settings: LaunchSettings) -> socket.socket:
     """Return the socket on which rank 0 listens, and where the other ranks find it. Raises: RunError as ``lead``."""
     listener = _listen(identity, settings)

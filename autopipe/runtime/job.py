@@ -13,10 +13,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from autopipe.errors import unknown_choice
 from autopipe.ir import artifact
@@ -112,6 +115,19 @@ class Job:
             raise ValueError(unknown_choice("data reader", self.data_reader, DATA_READERS))
         if self.replay not in REPLAYS:
             raise ValueError(unknown_choice("replay", self.replay, REPLAYS))
+
+
+def read_rows(metrics: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file that are complete; none without the file. A killed run leaves a part of one."""
+    try:
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                yield row
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 
 from autopipe.errors import RunError
 from autopipe.launch.forwarding import forwarded
-from autopipe.launch.remote import facts, network
+from autopipe.launch.remote import facts, preflight
 from autopipe.launch.remote.agent_pool import command_of
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
@@ -217,14 +217,8 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
 def _refuse_other_versions(there: dict[str, Any], host: str) -> None:
     own = facts.collect(devices=False)
     for name in ("autopipe", "torch"):
-        if str(there.get(name)).partition("+")[0] != own[name].partition("+")[0]:  # of torch: the build
+        if preflight.comparable(name, str(there.get(name))) != preflight.comparable(name, own[name]):
             raise RunError(
                 f"{host} has {name} {there.get(name) or 'not at all'}, and this host has {own[name]}",
                 remedy="install the same versions on all hosts, or name the interpreter with --remote-python",
             )
-
-
-def addresses_refused(settings: LaunchSettings, addresses: Sequence[str]) -> None:
-    """Refuse addresses of the public internet. Raises: RunError."""
-    for address in addresses:
-        network.refuse_public(address, trusted=settings.trust_network)

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopipe.errors import WorkerError
 from autopipe.launch.remote import network
-from autopipe.script.places import Connection, Places, addresses_refused
+from autopipe.script.places import Connection, Places
 from autopipe.script.rank.serve import FILE, LISTEN, LOST
 from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
@@ -57,7 +57,7 @@ class Ranks:
             if store == LISTEN:
                 self.send(rank, {**settings, "address": self.places.address})
                 store = self.receive(rank)
-                addresses_refused(self.places.settings, [network.parse_tcp(store)[0]])
+                network.refuse_public(network.parse_tcp(store)[0], trusted=self.places.settings.trust_network)
             else:
                 self.send(rank, settings)
         for rank in range(self.count):

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.report.results import SweepRow
-from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.job import RunDirectory, read_rows
 from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.units import finite
 
@@ -216,15 +215,7 @@ def read_metrics(path: Path) -> Metrics:
     """Return the last figures of a run."""
     losses: dict[int, float] = {}
     evaluation: float | None = None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return Metrics()
-    for line in lines:
-        try:
-            fields = json.loads(line)
-        except ValueError:  # the run was killed while it wrote the line
-            continue
+    for fields in read_rows(path):
         if "loss" in fields:
             losses[fields["step"]] = math.nan if fields["loss"] is None else fields["loss"]
         elif "evaluation_loss" in fields:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +43,7 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.initial import weights_of
 from autopipe.runtime.compiled import refuse_uncompilable
-from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.job import Job, RunDirectory, read_rows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.training_state.trial import prove_restorable
 
@@ -225,16 +224,7 @@ def _lacks_evaluation(run: RunDirectory, start: int, every: int) -> bool:
     """Return whether a run ended after it saved a step, and before the evaluation at that step."""
     if start <= 0 or not every or start % every:
         return False
-    try:
-        lines = run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return True
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # the run was killed while it wrote the line
-            fields = json.loads(line)
-            if isinstance(fields, dict) and "evaluation_loss" in fields and fields["step"] == start:
-                return False
-    return True
+    return not any("evaluation_loss" in row and row["step"] == start for row in read_rows(run.metrics))
 
 
 def _copied(settings: TrainSettings, prepared: Prepared, copied: tuple[int, int] | None) -> tuple[Copied, ...]:

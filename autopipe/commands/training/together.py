@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopipe.commands.settings import TrainSettings
-from autopipe.errors import RunError, counted
 from autopipe.launch.remote.identity import RankIdentity, read_identity
 from autopipe.launch.remote.rendezvous import Rendezvous
 
@@ -55,12 +54,7 @@ def lead(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous | 
     from autopipe.launch import env
 
     with env.lead(here, settings.launch) as rendezvous:
-        requested = settings.plan.gpus
-        if requested is not None and requested != here.world_size:
-            raise RunError(
-                f"--gpus is {requested}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
-                remedy=f"omit --gpus, or start {counted(requested, 'rank')}",
-            )
+        env.refuse_other_number(here, settings.plan.gpus)
         # every rank runs already: a plan with replicas may leave some unused, so it must be requested
         replicas = settings.plan.replicas or "never"
         led = replace(settings, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))

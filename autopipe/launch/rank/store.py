@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopipe.launch.remote import network
-from autopipe.launch.request import LOOPBACK, WorkerSpec
+from autopipe.launch.request import LOOPBACK
 
 FILE, TCP = "file://", "tcp://"
 
@@ -48,13 +48,15 @@ def open_store(
     )
 
 
-def choose_interface(spec: WorkerSpec) -> None:
-    """Bind the messages between ranks to the spec's interface. The user's environment takes precedence.
+def choose_interface(store: str, interface: str = "") -> None:
+    """Bind the messages between ranks to an interface. The user's environment takes precedence.
+
+    ``store``: the address of the store; ``interface``: "" for the one on the route to it, or loopback for a file.
 
     Raises: RunError without a route to the store.
     """
-    remote = spec.store.startswith(TCP)
-    interface = spec.interface or (network.interface_towards(network.parse_tcp(spec.store)[0]) if remote else LOOPBACK)
+    remote = store.startswith(TCP)
+    interface = interface or (network.interface_towards(network.parse_tcp(store)[0]) if remote else LOOPBACK)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if remote:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one, not a prefix

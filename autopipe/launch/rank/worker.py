@@ -157,7 +157,7 @@ def _connect(
         channels = tuple(channels_of(channels, size))
         groups = tuple(groups_of(groups, context.plan.num_ranks, size))
         on_host = tuple({*groups, *agreeing_groups(context.plan.num_ranks, size)})
-    choose_interface(spec)
+    choose_interface(spec.store, spec.interface)
     if device.type == "cuda":
         apply_settings(RunDirectory(Path(spec.run)).log(rank).parent)
     try:

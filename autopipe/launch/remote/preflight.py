@@ -94,7 +94,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
     for host, facts in zip(survey.hosts, survey.facts, strict=True):
         for name, wanted in here.items():
             version, first = str(facts[name]), str(survey.facts[0][name])
-            differs_here = _comparable(name, version) != _comparable(name, wanted)
+            differs_here = comparable(name, version) != comparable(name, wanted)
             if not differs_here and (name != "torch" or version == first):
                 yield Finding(name, "ok", version, host=host)
                 continue
@@ -109,7 +109,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
             yield Finding("folder", "note", detail, host=host)
 
 
-def _comparable(name: str, version: str) -> str:
+def comparable(name: str, version: str) -> str:
     """Return the part of a version that must be equal."""
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autopipe.launch.rank.store import open_store
+from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.remote import network
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import file_store
@@ -272,7 +272,7 @@ def _store_of(wire: Wire, text: str, rank: int, count: int, folder: Path, second
         listener = network.listen(address)
         text = network.tcp_address(*listener.getsockname()[:2])
         wire.send(["value", text])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", network.interface_towards(network.parse_tcp(text)[0]))
+    choose_interface(text)
     return open_store(text, rank, count, timeout_seconds=min(seconds, MEET_SECONDS), listener=listener)
 
 

@@ -189,5 +189,5 @@ def test_the_address_of_a_gpu_is_the_kernels(monkeypatch):
 def test_nccl_uses_exactly_the_interface_and_not_all_whose_names_begin_with_it(monkeypatch):
     monkeypatch.setattr(store.os, "environ", {})
     over_tcp = replace(spec(0, 1, local_rank=0, local_world_size=1), store="tcp://h:1", interface="eth0")
-    store.choose_interface(over_tcp)
+    store.choose_interface(over_tcp.store, over_tcp.interface)
     assert store.os.environ == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
