@@ -27,7 +27,7 @@ from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, Channel
 from autopipe.ir.cluster import Level, Links
 from autopipe.launch import env
-from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
+from autopipe.launch.rank.cpu_tuning import keep_freed_memory
 from autopipe.launch.rank.forked import END_SECONDS, preload
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
@@ -134,7 +134,6 @@ def _rank(end: _End, connection: Connection) -> None:
     torch.set_num_threads(1)
     if end.device == "cpu":
         keep_freed_memory()
-        use_batch_scheduler()
     try:
         report = _measure(end)
         if end.reports:
@@ -161,11 +160,12 @@ def _measure(end: _End) -> dict[str, str | float]:
     if where.type == "cuda":
         torch.cuda.set_device(0 if end.identity is not None else rank % torch.cuda.device_count())
     use_nccl = where.type == "cuda" and (end.identity is not None or torch.cuda.device_count() >= len(_PAIR))
-    start_process_group(_store(end), rank, len(_PAIR), timeout_seconds=TIMEOUT_SECONDS)
+    store = _store(end)
+    start_process_group(store, rank, len(_PAIR), timeout_seconds=TIMEOUT_SECONDS)
     to = tuple(Channel(ACTIVATION, a, b, a, b) for a, b in (_PAIR, _PAIR[::-1]))
     communicators = Communicators.of(to, (_PAIR,)) if use_nccl else None
     transport = ProcessTransport(
-        to, (_PAIR,), device=where, communicators=communicators, timeout_seconds=TIMEOUT_SECONDS
+        to, (_PAIR,), device=where, communicators=communicators, timeout_seconds=TIMEOUT_SECONDS, store=store
     )
 
     def ping(tensor: torch.Tensor) -> None:

@@ -35,8 +35,9 @@ def keep_freed_memory() -> None:
 def use_batch_scheduler() -> None:
     """Make Linux schedule this process, and the threads that it will start, as SCHED_BATCH: no wakeup preempts them.
 
-    Gloo's threads hold a lock while they receive a message. The computing thread, woken by the previous message, would
-    preempt them while they hold it, and then wait for the lock: milliseconds for each receive.
+    For ranks that share cores: a rank that a message wakes would preempt one that computes, and, while it receives over
+    gloo, a thread that holds the lock that it needs next. Where each rank has cores of its own, it must preempt what
+    other programs run there, or it waits for a tick of the scheduler (4 ms).
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # the system's policy may forbid it; only speed depends on it

@@ -41,9 +41,9 @@ from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.session import RankSession
-from autopipe.runtime.transport.base import Transport, TransportClosed
+from autopipe.runtime.transport.base import Transport, TransportClosed, translate
 from autopipe.runtime.transport.communicators import Communicators
-from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
+from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
 
 FAILED = 3
@@ -120,7 +120,8 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, s
     torch.set_num_threads(job.threads)
     if job.device == "cpu":
         keep_freed_memory()
-        use_batch_scheduler()  # before the transport starts threads, which inherit it
+        if spec.local_world_size * job.threads > len(os.sched_getaffinity(0)):
+            use_batch_scheduler()  # before the transport starts threads, which inherit it
     if spec.body == "evaluate":  # all weights come from the checkpoint
         job = replace(job, init_from="", trust=False, initial=replace(job.initial, built_on=""))
     if spec.evaluation_data:
@@ -169,7 +170,7 @@ def _connect(
         if communicators is not None and communicators.on_host and rank == 0:
             reporter.event("note", text=communicators.note)
         processes = ProcessTransport(
-            channels, on_host, device=device, communicators=communicators, timeout_seconds=seconds
+            channels, on_host, device=device, communicators=communicators, timeout_seconds=seconds, store=store
         )
         return processes if size == 1 else TeamTransport(processes, size)
     except RuntimeError as error:

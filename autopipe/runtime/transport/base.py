@@ -25,6 +25,22 @@ class TransportClosed(AutopipeError):  # noqa: N818 - a state of the transport, 
     """The other end is gone. This is always the consequence of another failure, and never reported as the cause."""
 
 
+_GONE = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "aborted",
+)
+
+
+def translate(error: RuntimeError) -> BaseException:
+    """Return ``TransportClosed`` for an error of torch that means that another rank is gone, else the error itself."""
+    text = str(error)
+    return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
+
+
 class Pending(Protocol):
     """A receive that has been posted, or a sum that has started."""
 

@@ -4,8 +4,9 @@ Gloo separates channels by tag on one mesh. NCCL has no tags, and two operations
 communicator deadlock: ``communicators`` says which channels share one. Every channel of gloo and every communicator is
 used once at the start, because the first operation connects it, and lazy connections have hung.
 
-Between CPU ranks, a message carries the order of its values in memory (``host_messages``). Between GPUs, activations
-and gradients are sent in the order of the plan.
+Between CPU ranks, a message carries the order of its values in memory (``host_messages``), and a small one between two
+ranks of a host travels over a Unix socket (``neighbours``). Between GPUs, activations and gradients are sent in the
+order of the plan.
 
 The all-reduce of gloo adds each part of a tensor in a different order, that of its ring from where the part starts.
 Sums of three or more CPU ranks are therefore computed here (``rank_order``), and send the same number of bytes.
@@ -16,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import queue
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,29 +25,19 @@ import torch
 import torch.distributed as dist
 
 from autopipe.ir.channel import FIGURES, Channel
-from autopipe.runtime.transport.base import Pending, TransportClosed
+from autopipe.runtime.transport.base import Pending, translate
 from autopipe.runtime.transport.communicators import Communicators
+from autopipe.runtime.transport.departures import Departures
 from autopipe.runtime.transport.host_messages import ArrivingMessage, HostMessage, host_message
 from autopipe.runtime.transport.nccl import NcclTransfers
+from autopipe.runtime.transport.neighbours import Neighbours
 from autopipe.runtime.transport.rank_order import OrderedSums
 from autopipe.strides import Layout, packed, unpacked
 
-# the most that is kept of sends before a thread waits for them: these bytes and sends, or this many of larger tensors
-_KEPT_BYTES, _KEPT_SENDS = 1 << 14, 64
-_KEPT_LARGE, _KEPT_LARGE_BYTES = 4, 1 << 22
 _KEPT_MESSAGES = 4096  # whose way of travelling is known
 
 CONNECT_SECONDS = 300.0
 """How long the first message of a communicator may take, by default."""
-
-_GONE = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "socket closed",
-    "timed out waiting",
-    "aborted",
-)
 
 
 def backends() -> dict[str, bool]:
@@ -106,12 +95,6 @@ class _Value:
             raise translate(error) from error
 
 
-def translate(error: RuntimeError) -> BaseException:
-    """Return ``TransportClosed`` for an error of torch that means that another rank is gone, else the error itself."""
-    text = str(error)
-    return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
-
-
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """Raise ``translate(error)`` in place of an error of torch."""
@@ -119,60 +102,6 @@ def _translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise translate(error) from error
-
-
-class _Departures:
-    """Keeps tensors that are sent over gloo until the send is complete.
-
-    Gloo reports a complete send only to a caller that waits for it, and a rank that waited would stop computing. So one
-    thread waits for the sends in order. The next ``check`` raises their failure.
-
-    Each wakeup of the thread takes the interpreter from the rank, which costs more than a small send. So the thread
-    gets several tensors at a time, which keep their memory until then.
-    """
-
-    def __init__(self) -> None:
-        self._recent: list[tuple[Any, torch.Tensor]] = []
-        self._recent_bytes = 0
-        self._queue: queue.SimpleQueue[list[tuple[Any, torch.Tensor]] | None] = queue.SimpleQueue()
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._wait, name="departures", daemon=True)
-        self._thread.start()
-
-    def add(self, work: Any, tensor: torch.Tensor) -> None:
-        """Keep a tensor until its send is complete, and a few sends longer unless it is very large."""
-        self._recent.append((work, tensor))
-        self._recent_bytes += tensor.nbytes
-        if (
-            self._recent_bytes > max(_KEPT_BYTES, min(_KEPT_LARGE * tensor.nbytes, _KEPT_LARGE_BYTES))
-            or len(self._recent) >= _KEPT_SENDS
-        ):
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._queue.put(self._recent)
-        self._recent, self._recent_bytes = [], 0
-
-    def check(self) -> None:
-        """Raise the failure of a send, if there was one."""
-        if self._error is not None:
-            raise translate(self._error) from self._error
-
-    def drain(self) -> None:
-        """Wait until all sends are complete. Nothing can be added afterwards."""
-        self._hand_over()
-        self._queue.put(None)
-        self._thread.join()
-        self.check()
-
-    def _wait(self) -> None:
-        while (sends := self._queue.get()) is not None:
-            for work, _ in sends:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    self._error = self._error or error
-            sends = work = _ = None  # free the tensors while the queue is empty
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +116,8 @@ class ProcessTransport:
     """One rank's end, over the process group of ``start_process_group``.
 
     ``channels`` lists every channel of the run, in the same order on every rank. ``groups`` lists the sets of ranks
-    that compute sums, on CPUs or GPUs. ``communicators``: those of NCCL; None if it is not used.
+    that compute sums, on CPUs or GPUs. ``communicators``: those of NCCL; None if it is not used. ``store``: torch's, in
+    which CPU ranks of one host find each other; None: gloo carries all messages.
     """
 
     def __init__(
@@ -198,6 +128,7 @@ class ProcessTransport:
         device: torch.device | None = None,
         communicators: Communicators | None = None,
         timeout_seconds: float = CONNECT_SECONDS,
+        store: Any = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.leads = self.rank == 0
@@ -212,11 +143,12 @@ class ProcessTransport:
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
         # by the identity of a channel and of layouts, which it keeps alive
         self._known: dict[tuple[int, int], tuple[Channel, Sequence[Layout], tuple[HostMessage, int] | None]] = {}
-        self._departures = _Departures()
+        self._departures = Departures()
         self._nccl = (
             None if communicators is None else NcclTransfers(communicators, self.rank, self.device, timeout_seconds)
         )
         self._exercise([channel for channel in ordered if not self._by_nccl(channel)])
+        self._neighbours = Neighbours.connect(store, self.rank, self._by_host, timeout_seconds)
 
     def _by_nccl(self, channel: Channel) -> bool:
         return self._nccl is not None and self._nccl.carries(channel)
@@ -242,9 +174,13 @@ class ProcessTransport:
         if by_host is not None:
             self._departures.check()
             message, tag = by_host
+            near = self._neighbours.to(channel.to_rank, message.num_bytes)
             try:
                 for packet in message.packets(tensors):
-                    self._departures.add(self._gloo.send([packet], channel.to_rank, tag), packet)
+                    if near is None:
+                        self._departures.add(self._gloo.send([packet], channel.to_rank, tag), packet)
+                    else:
+                        near.send(tag, packet)
             except RuntimeError as error:
                 raise translate(error) from error
             return
@@ -298,8 +234,11 @@ class ProcessTransport:
         if by_host is not None:
             message, tag = by_host
             gloo, sender = self._gloo, channel.from_rank
+            near = self._neighbours.to(sender, message.num_bytes)
             try:
-                arriving = message.receive(lambda buffer: gloo.recv([buffer], sender, tag))
+                arriving = message.receive(
+                    lambda buffer: gloo.recv([buffer], sender, tag) if near is None else near.post(tag, buffer)
+                )
             except RuntimeError as error:
                 raise translate(error) from error
             return [_Value(arriving, index) for index in range(len(layouts))]
@@ -379,9 +318,12 @@ class ProcessTransport:
     def close(self) -> None:
         """Wait for all sends and for the other ranks, and destroy the process group."""
         self._departures.drain()
+        with _translated():
+            self._neighbours.drain()
         for sums in self._ordered.values():
             sums.close()
         if self._nccl is not None:
             self._nccl.drain()
         self.barrier()
+        self._neighbours.close()
         dist.destroy_process_group()

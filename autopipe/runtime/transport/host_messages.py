@@ -69,6 +69,8 @@ class HostMessage:
     # in the head
     flag_at: int
     head_bytes: int
+    # of the head and the transfers after it, at most
+    num_bytes: int
 
     @property
     def alone(self) -> _Value | None:
@@ -177,7 +179,9 @@ def host_message(layouts: tuple[Layout, ...]) -> HostMessage:
             flag_at = offset + num_bytes
         values.append(_Value(index, layout, num_bytes, offset, _planned_strides(layout)))
         trailer += 2 * len(layout.shape)
-    return HostMessage(tuple(values), tuple(empty), flag_at, flag_at + trailer)
+    head_bytes = flag_at + trailer
+    num_bytes = head_bytes + sum(value.num_bytes for value in values if value.offset < 0)
+    return HostMessage(tuple(values), tuple(empty), flag_at, head_bytes, num_bytes)
 
 
 def _planned_strides(layout: Layout) -> tuple[int, ...] | None:

@@ -104,7 +104,8 @@ class RankStages:
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         self.transport = ProcessTransport(
             [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
-            + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs]
+            + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs],
+            store=store,
         )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -11,17 +13,30 @@ from support.ranks import run_ranks
 
 from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel
 from autopipe.runtime.transport.base import TransportClosed
-from autopipe.runtime.transport.distributed import ProcessTransport
+from autopipe.runtime.transport.distributed import ProcessTransport, file_store
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, groups_of
 
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)
 SKIP = Channel(ACTIVATION, 0, 3, 0, 1)
-CHANNELS = sorted([FORWARD, BACKWARD, SKIP, Channel(LOSS, 0, 0, 0, 1)])
+SKIPPED_BACK = Channel(GRADIENT, 3, 0, 1, 0)
+CHANNELS = sorted([FORWARD, BACKWARD, SKIP, SKIPPED_BACK, Channel(LOSS, 0, 0, 0, 1)])
 
 
-def channels_do_not_mix(rank: int, world: int) -> list[float]:
-    transport = ProcessTransport(CHANNELS)
+@pytest.fixture(params=["", "store"], ids=["gloo", "neighbours"])
+def near(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the file of the store in which the ranks find each other; "" if all messages travel over gloo."""
+    return request.param and str(tmp_path / request.param)
+
+
+def transport_of(near: str, world: int) -> ProcessTransport:
+    transport = ProcessTransport(CHANNELS, store=file_store(Path(near), world) if near else None)
+    assert (transport._neighbours.to(1 - transport.rank, 1) is not None) == bool(near)
+    return transport
+
+
+def channels_do_not_mix(rank: int, world: int, near: str) -> list[float]:
+    transport = transport_of(near, world)
     received = []
     if rank == 0:
         for value in range(4):
@@ -35,12 +50,12 @@ def channels_do_not_mix(rank: int, world: int) -> list[float]:
     return received
 
 
-def test_messages_arrive_on_their_channel_in_order() -> None:
-    assert run_ranks(channels_do_not_mix, 2)[1] == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
+def test_messages_arrive_on_their_channel_in_order(near: str) -> None:
+    assert run_ranks(channels_do_not_mix, 2, near)[1] == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
 
 
-def both_send_first(rank: int, world: int) -> float:
-    transport = ProcessTransport(CHANNELS)
+def both_send_first(rank: int, world: int, near: str) -> float:
+    transport = transport_of(near, world)
     out, back = (FORWARD, BACKWARD) if rank == 0 else (BACKWARD, FORWARD)
     big = torch.full((1 << 22,), float(rank))  # 16 MiB: no socket buffer holds it
     transport.send(out, big)
@@ -49,15 +64,15 @@ def both_send_first(rank: int, world: int) -> float:
     return received
 
 
-def test_a_send_never_waits_for_its_receiver() -> None:
-    assert run_ranks(both_send_first, 2) == [1.0, 0.0]
+def test_a_send_never_waits_for_its_receiver(near: str) -> None:
+    assert run_ranks(both_send_first, 2, near) == [1.0, 0.0]
 
 
 ROUNDS, MEGABYTE = 64, 1 << 20
 
 
-def back_and_forth(rank: int, world: int) -> float:
-    transport = ProcessTransport(CHANNELS)
+def back_and_forth(rank: int, world: int, near: str) -> float:
+    transport = transport_of(near, world)
     before = psutil.Process().memory_info().rss
     for _ in range(ROUNDS):
         for channel in (FORWARD, BACKWARD):
@@ -70,9 +85,9 @@ def back_and_forth(rank: int, world: int) -> float:
     return grown / MEGABYTE
 
 
-def test_sent_tensors_are_released() -> None:
+def test_sent_tensors_are_released(near: str) -> None:
     sent = 4 * ROUNDS
-    assert all(grown < sent / 4 for grown in run_ranks(back_and_forth, 2))
+    assert all(grown < sent / 4 for grown in run_ranks(back_and_forth, 2, near))
 
 
 DTYPES = [
@@ -87,8 +102,8 @@ DTYPES = [
 ]
 
 
-def every_dtype(rank: int, world: int) -> list[bool]:
-    transport = ProcessTransport(CHANNELS)
+def every_dtype(rank: int, world: int, near: str) -> list[bool]:
+    transport = transport_of(near, world)
     same = []
     for dtype in DTYPES:
         tensor = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
@@ -101,9 +116,29 @@ def every_dtype(rank: int, world: int) -> list[bool]:
     return same
 
 
-def test_every_dtype_and_layout_arrives_unchanged() -> None:
-    answer = run_ranks(every_dtype, 2)[1]
+def test_every_dtype_and_layout_arrives_unchanged(near: str) -> None:
+    answer = run_ranks(every_dtype, 2, near)[1]
     assert len(answer) == 3 * len(DTYPES) and all(answer)
+
+
+def many_small(rank: int, world: int, near: str) -> list[bool]:
+    """Both send more than a socket holds before they receive; the last messages first."""
+    transport = transport_of(near, world)
+    out, back = (FORWARD, BACKWARD) if rank == 0 else (BACKWARD, FORWARD)
+    for value in range(64):
+        transport.send(out, torch.full((25_000,), float(value)))
+        transport.send(SKIP if rank == 0 else SKIPPED_BACK, torch.full((2,), float(value)))
+    skipped = SKIPPED_BACK if rank == 0 else SKIP
+    pending = [transport.receive(skipped, (2,), torch.float32) for _ in range(64)]
+    same = [bool((each.wait() == value).all()) for value, each in enumerate(pending)]
+    for value in range(64):
+        same.append(bool((transport.receive(back, (25_000,), torch.float32).wait() == value).all()))
+    transport.close()
+    return same
+
+
+def test_messages_that_no_buffer_holds_are_kept_in_order(near: str) -> None:
+    assert all(len(same) == 128 and all(same) for same in run_ranks(many_small, 2, near))
 
 
 def sums(rank: int, world: int) -> list[float]:
@@ -186,18 +221,18 @@ def test_exchanges_of_a_team_include_its_members_only() -> None:
     ]
 
 
-def one_leaves(rank: int, world: int, connected: bool) -> str:
+def one_leaves(rank: int, world: int, near: str, connected: bool) -> str:
     """Rank 0 leaves when rank 1 has joined the process group, or when it has connected all channels, too."""
     if rank == 0:
         if connected:
-            ProcessTransport(CHANNELS).receive(BACKWARD, (3,), torch.float32).wait()
+            transport_of(near, world).receive(BACKWARD, (3,), torch.float32).wait()
         else:
             dist.recv(torch.empty(1), 1)
         return "left"
     joined = None if connected else dist.isend(torch.zeros(1), 0)  # waiting for the send could fail, too
     where = "connecting"
     try:
-        transport = ProcessTransport(CHANNELS)
+        transport = transport_of(near, world)
         where = "receiving"
         transport.send(BACKWARD, torch.ones(3))
         transport.receive(FORWARD, (3,), torch.float32).wait()
@@ -207,5 +242,5 @@ def one_leaves(rank: int, world: int, connected: bool) -> str:
 
 
 @pytest.mark.parametrize(("connected", "where"), [(False, "connecting"), (True, "receiving")])
-def test_a_lost_peer_is_distinguished_from_an_own_failure(connected: bool, where: str) -> None:
-    assert run_ranks(one_leaves, 2, connected) == ["left", where]
+def test_a_lost_peer_is_distinguished_from_an_own_failure(near: str, connected: bool, where: str) -> None:
+    assert run_ranks(one_leaves, 2, near, connected) == ["left", where]

@@ -171,7 +171,7 @@ def in_place(recorder: Recorder) -> Iterator[None]:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: recorder)
         empty = torch.empty
         patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
-        patch.setattr(distributed, "_Departures", _Departures)
+        patch.setattr(distributed, "Departures", _Departures)
         yield
 
 
