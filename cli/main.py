@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("script", "Run an unmodified training script with its model in stages."),
     "check": ("running", "Compare the plan with plain training, parameter by parameter."),
     "train": ("running", "Train, after running every step that is missing or stale."),
+    "runs": ("inspecting", "List the runs of the work directory."),
+    "show": ("inspecting", "Show one run: losses, checkpoints, failures, next commands."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
     "sweep": ("sweeping", "Train many models or settings on a few devices."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -151,10 +152,24 @@ class Terminal:
         for warning in warnings:
             tell(wrapped(f"warning: {warning}", sys.stderr))
 
-    def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
-        """Print the next command, with the work directory if it is not the default."""
+    def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY, separator: str = ", then ") -> None:
+        """Print the next commands, with the work directory if it is not the default."""
         more = "" if work_dir == WORK_DIRECTORY else f" --work-dir {shlex.quote(str(work_dir))}"
-        self.say(f"next: {', then '.join(command + more for command in commands)}")
+        if commands:
+            self.say(f"next: {separator.join(command + more for command in commands)}")
+
+    @property
+    def width(self) -> int:
+        """The columns of a table on standard output."""
+        return self.console(stderr=False).width
+
+    def shows(self, characters: str) -> bool:
+        """Return whether standard output can show these characters."""
+        try:
+            characters.encode(self.output.encoding or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return os.environ.get("TERM") != "dumb"
 
     def start_log(self) -> None:
         """Print the library's log at the level of ``verbosity``."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
+from autopipe.commands.inspecting import history
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.store import Store
@@ -58,6 +59,11 @@ class Attempts:
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
 
+    @property
+    def steps(self) -> int:
+        """The steps wanted; 0 if the length of the data is not known."""
+        return self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
+
     def follow(self, start: int) -> None:
         """Launch attempts until the run is done or stopped. ``start``: the step to resume from, -1 for a new run.
 
@@ -94,8 +100,7 @@ class Attempts:
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
-        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
-        fields = {"ranks": plan.num_processes, "steps": steps, "start_step": max(start, 0)}
+        fields = {"ranks": plan.num_processes, "steps": self.steps, "start_step": max(start, 0)}
         stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_processes}
         self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
@@ -169,6 +174,7 @@ class Attempts:
         ranks = self.prepared.plan.num_processes
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
         self.restarts.append(restart)
+        history.append(self.run, history.Restarted(restart))
         self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
         self.listener.restarted(restart)
         return start

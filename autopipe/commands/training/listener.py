@@ -58,6 +58,10 @@ class Listener:
         self.devices.clear()
         self.other_data = None
 
+    def done(self, start: int) -> int:
+        """Return the steps done, of a run that began after step ``start``; -1 for a new one."""
+        return max(self.losses, default=max(start, 0) - 1) + 1
+
     def restarted(self, restart: Restart) -> None:
         """Discard the losses of the steps that will be repeated, and record the restart in the metrics."""
         self.losses = {step: loss for step, loss in self.losses.items() if step < restart.from_step}
