@@ -174,7 +174,7 @@ class Terminal:
     def start_log(self) -> None:
         """Print the library's log at the level of ``verbosity``."""
         levels = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler()
         handler.setFormatter(_Format())
         logging.basicConfig(level=levels[max(-1, min(self.verbosity, 2))], handlers=[handler], force=True)
 
@@ -199,6 +199,19 @@ class Terminal:
 
         stream = sys.stderr if stderr else sys.stdout
         return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to the present standard error, which a live display replaces while it is on the screen."""
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignore the stream of the constructor."""
 
 
 class _Format(logging.Formatter):

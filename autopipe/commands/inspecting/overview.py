@@ -151,7 +151,9 @@ def is_step(row: Mapping[str, Any]) -> bool:
 def number(row: Mapping[str, Any] | None, key: str) -> float | None:
     """Return a number of a row; None if it has none, or it is not finite."""
     value = row.get(key) if row is not None else None
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _readable(read_file: Callable[[], T], damage: list[str]) -> T | None:

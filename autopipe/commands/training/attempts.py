@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
@@ -35,6 +36,8 @@ from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import LaunchRequest, watchdog_of
+from autopipe.planning.clusters import precision_of
+from autopipe.planning.cost.datasheets import utilization
 from autopipe.report.results import Restart
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -100,9 +103,13 @@ class Attempts:
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
-        fields = {"ranks": plan.num_processes, "steps": self.steps, "start_step": max(start, 0)}
+        fields: dict[str, Any] = {"ranks": plan.num_processes, "steps": self.steps, "start_step": max(start, 0)}
         stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_processes}
-        self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
+        profile = self.prepared.profile
+        rate = plan.flops_per_sample / plan.num_ranks
+        unit = utilization(rate, profile.device.name, precision_of(profile)) if rate else None
+        fields |= {"batch_size": plan.batch_size, "run_dir": str(self.run.path), "unit_mfu": unit}
+        self.events("start", {**fields, **stages})
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch

@@ -91,6 +91,10 @@ class Listener:
         self.checkpoint = event["path"]
         self.events("checkpoint", {"step": event["step"], "path": event["path"]})
 
+    def _evaluating(self, event: Mapping[str, Any]) -> None:
+        if event["rank"] == 0:
+            self.events("evaluating", {"step": event["step"]})
+
     def _evaluation(self, event: Mapping[str, Any]) -> None:
         self.evaluation = event
         if self.started:  # an evaluation without training leaves the files of the run unchanged
@@ -214,6 +218,7 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "device": Listener._device,
     "step": Listener._step,
     "checkpoint": Listener._checkpoint,
+    "evaluating": Listener._evaluating,
     "evaluation": Listener._evaluation,
     "audit": Listener._audit,
     "audit-left-out": Listener._audit_left_out,
