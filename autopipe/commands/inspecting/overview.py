@@ -54,7 +54,9 @@ def locate(given: Path | None, work_dir: Path) -> tuple[str, Path]:
     near = difflib.get_close_matches(given.name, known, n=1)
     raise RunError(
         f"there is no run {str(given)!r} in {work_dir / 'runs'}",
-        remedy=f"{f'{near[0]}; ' if near else ''}autopipe runs lists all",
+        remedy=f"{f'{near[0]}; ' if near else ''}autopipe runs lists all"
+        if known
+        else "autopipe train TARGET --gpus N",
     )
 
 
