@@ -163,6 +163,11 @@ class Terminal:
         """The columns of a table on standard output."""
         return self.console(stderr=False).width
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether standard output is a terminal that can show more than plain text."""
+        return self.output.isatty() and os.environ.get("TERM") != "dumb"
+
     def shows(self, characters: str) -> bool:
         """Return whether standard output can show these characters."""
         try:

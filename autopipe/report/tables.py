@@ -11,7 +11,7 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.report import rates
+from autopipe.report import grids, rates
 from autopipe.report.text import in_ranges
 from autopipe.units import in_bytes, in_seconds
 
@@ -165,8 +165,11 @@ def prediction_lines(plan: Plan, alone: Plan | None, *, estimated: bool = False)
     return "\n".join(lines)
 
 
-def simulation(result: SimulateResult) -> tuple[Any, ...]:
-    """Return the schedule as a grid, the prediction of a step, and the memory of each stage."""
+def simulation(result: SimulateResult, width: int = 0) -> tuple[Any, ...]:
+    """Return the schedule as a grid, the prediction of a step, and the memory of each stage.
+
+    ``width``: the columns of a terminal that shows the grid in colours and in parts that fit; 0: as plain text.
+    """
     plan, timeline = result.plan, result.timeline
     predicted = plan.predicted
     busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
@@ -183,7 +186,7 @@ def simulation(result: SimulateResult) -> tuple[Any, ...]:
         ]
     return (
         f"{plan.schedule}, {counted(len(plan.stages), 'stage')}, {counted(plan.num_microbatches, 'microbatch')}:",
-        result.grid.rstrip("\n"),
+        *(grids.for_terminal(result.grid, width) if width else (result.grid.rstrip("\n"),)),
         *lines,
         _memory(plan, result.cluster),
     )
