@@ -72,7 +72,8 @@ def profile(result: ProfileResult) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """Return the keys of a plan."""
     return {
         "stages": [
             {
@@ -110,7 +111,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 def plan(result: PlanResult) -> dict[str, Any]:
     """Return the plan, and how long the search took."""
-    return _plan(result.plan) | {
+    return plan_fields(result.plan) | {
         "planning_seconds": result.planning_seconds,
         "cluster": dataclasses.asdict(result.cluster),
         "estimate": result.cluster.source if result.cluster.devices[0].datasheet else None,
@@ -240,7 +241,7 @@ def simulate(result: SimulateResult) -> dict[str, Any]:
     of the timeline that ``timeline_of`` names, which is a step only if the schedule flushes. ``peak_bytes``: by rank.
     """
     timeline = result.timeline
-    return _plan(result.plan) | {
+    return plan_fields(result.plan) | {
         "timeline_of": "the first minibatch alone" if result.overlaps else "a step",
         "seconds": timeline.seconds,
         "bubble_fraction": timeline.bubble_fraction,

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import shutil
 import sys
@@ -25,7 +26,7 @@ import click
 
 from autopipe.errors import AutopipeError, RunError, ScheduleError, WorkerError, disk_is_full
 
-from .terminal import Terminal, tell
+from .terminal import Terminal, tell, wrapped
 
 USAGE = 2
 STOPPED = 75
@@ -37,8 +38,9 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
     try:
         code = run()
     except click.UsageError as error:
-        error.show()
-        _document(terminal, {"type": "UsageError", "what": error.format_message()})
+        what, remedy = _usage(error)
+        tell(wrapped(f"Error: {what}\n  try: {remedy}", sys.stderr))
+        _document(terminal, {"type": "UsageError", "what": what, "try": remedy})
         sys.exit(USAGE)
     except click.ClickException as error:
         error.show()
@@ -57,6 +59,9 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         _show(_environment(error), terminal)
         sys.exit(1)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            _show(_without_torch(), terminal)
+            sys.exit(1)
         from autopipe.commands.users_errors import error_of_users_code  # loads torch, as the user's code has
 
         users = error_of_users_code(error, Path(__file__).resolve().parent)
@@ -69,6 +74,33 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         _document(terminal, {"type": "Bug", "what": f"{type(error).__name__}: {error}"})
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+class Mistyped(click.UsageError):
+    """A usage error with a remedy of its own."""
+
+    def __init__(self, message: str, remedy: str, ctx: click.Context | None = None) -> None:
+        super().__init__(message, ctx)
+        self.remedy = remedy
+
+
+def _usage(error: click.UsageError) -> tuple[str, str]:
+    """Return what is wrong with a command line, and what to try."""
+    what = error.format_message()
+    if isinstance(error, Mistyped):
+        return what, error.remedy
+    command = error.ctx.command_path if error.ctx is not None else "autopipe"
+    if isinstance(error, click.NoSuchOption):
+        nearest = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
+        what = f"there is no option {error.option_name}{f'. Did you mean {nearest[0]}?' if nearest else ''}"
+    return what, f"{command} --help"
+
+
+def _without_torch() -> AutopipeError:
+    return RunError(
+        f"torch is not installed for {sys.executable}",
+        remedy="pip install torch, in the environment of autopipe; or run the autopipe of another environment",
+    )
 
 
 def _show(error: AutopipeError, terminal: Terminal) -> None:

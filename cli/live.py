@@ -1,18 +1,24 @@
-"""The display of a run in progress, on stderr: a live table on a terminal, plain lines elsewhere."""
+"""The display of a run in progress, on stderr: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopipe.commands.settings import Events
 
-from .terminal import Subjects, Terminal
+from autopipe.errors import counted
+
+from .event_lines import STANDARD_ERROR, writing
+from .terminal import Subjects, Terminal, wrapped
 
 LINE_EVERY_SECONDS = 1.0
 # in a long run, print a line when this fraction of its duration has passed since the last: some hundreds per day
@@ -34,22 +40,14 @@ class Lines:
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Show an event."""
-        say = self.terminal.say
         if kind == "progress":
             self.progress(fields["what"], fields["fraction"])
-        elif kind == "note":
-            say(f"  {fields['text']}")
-        elif kind == "start":
-            self.start = fields
-            say(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
         elif kind == "step":
             self._step(fields)
-        elif kind == "checkpoint":
-            say(f"  checkpoint of step {fields['step']}: {fields['path']}")
-        elif kind == "evaluation":
-            say(f"  evaluation loss {fields['loss']:.6f} over {fields['samples']} samples")
-        elif kind in SENTENCES:
-            say(f"  {SENTENCES[kind](fields)}")
+        elif kind in LASTING:
+            self.terminal.say(LASTING[kind](fields))
+        if kind == "start":
+            self.start = fields
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self.clock()
@@ -101,6 +99,10 @@ def audit_line(fields: Mapping[str, Any]) -> str:
     return f"audit of step {fields['step'] + 1}: equal to plain training, {how}"
 
 
+def _indented(sentence: Callable[[Mapping[str, Any]], str], fields: Mapping[str, Any]) -> str:
+    return f"  {sentence(fields)}"
+
+
 SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "stopping": stopping_line,
     "restart": restart_line,
@@ -109,50 +111,44 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
+# events that stay on the screen, and their lines
+LASTING: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "note": lambda fields: f"  {fields['text']}",
+    "start": lambda fields: f"training on {counted(fields['ranks'], 'rank')}, run directory {fields['run_dir']}",
+    "checkpoint": lambda fields: f"  checkpoint of step {fields['step']}: {fields['path']}",
+    "evaluation": lambda fields: f"  evaluation loss {fields['loss']:.6f} over {fields['samples']} samples",
+    **{kind: functools.partial(_indented, sentence) for kind, sentence in SENTENCES.items()},
+}
+
+
 class Table:
-    """The live table: step, loss, samples/s, and the activity of every rank."""
+    """The live display: progress, loss, samples/s, and the state of every rank, below the lines of events."""
 
     def __init__(self, terminal: Terminal) -> None:
         from rich.live import Live
 
-        console = terminal.console(stderr=True)
-        self.terminal = terminal
-        self.start: Mapping[str, Any] = {}
-        self.step: Mapping[str, Any] = {}
-        self.states: tuple[str, ...] = ()
-        self.activity = ""
-        self.live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._render)
+        from autopipe.report.progress import RunDisplay
+
+        self.console = terminal.console(stderr=True)
+        self.run = RunDisplay()
+        self.live = Live(console=self.console, refresh_per_second=4, transient=True, get_renderable=self._render)
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Show an event."""
-        if kind == "progress":
-            self.activity = f"{fields['what']} {fields['fraction']:.0%}"
-        elif kind == "note":
-            self.live.console.print(f"  {fields['text']}")
-        elif kind == "start":
-            self.start, self.activity = fields, ""
-            self.live.console.print(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
-        elif kind == "step":
-            self.step = fields
-        elif kind == "ranks":
-            self.states = tuple(fields["states"])
-        elif kind == "checkpoint":
-            self.live.console.print(f"  checkpoint of step {fields['step']}: {fields['path']}")
-        elif kind in SENTENCES:
-            self.live.console.print(f"  {SENTENCES[kind](fields)}")
+        self.run.take(kind, fields)
+        if kind in LASTING and kind != "checkpoint":  # the display shows its step, below the run directory
+            self.console.print(wrapped(LASTING[kind](fields), sys.stderr), soft_wrap=True)
 
     def _render(self) -> Any:
-        from autopipe.report.tables import live
-
-        return live(self.start, self.step, self.states, self.activity)
+        return self.run.renderable(self.console.width)
 
 
 @contextlib.contextmanager
 def shown(terminal: Terminal, lines: Callable[[Terminal], Events], table: Callable[[Terminal], Any]) -> Iterator[Any]:
-    """Yield what shows events: a table, which has ``live``, on a terminal; lines elsewhere; nothing with ``-q``."""
+    """Yield what shows events: a display, which has ``live``, on a terminal; lines elsewhere; nothing with ``-q``."""
     if terminal.verbosity < 0:
         yield lambda kind, fields: None
-    elif not sys.stderr.isatty():
+    elif not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":  # it cannot move the cursor
         yield lines(terminal)
     else:
         events = table(terminal)
@@ -161,9 +157,21 @@ def shown(terminal: Terminal, lines: Callable[[Terminal], Events], table: Callab
 
 
 @contextlib.contextmanager
-def watching(terminal: Terminal) -> Iterator[Events]:
-    """Yield the function that shows a run's events."""
-    with shown(terminal, Lines, Table) as table:
-        yield table
-    if isinstance(table, Table) and table.step:
-        terminal.say(step_line(table.step, table.start))
+def watching(terminal: Terminal, lines: Path | None = None) -> Iterator[Events]:
+    """Yield the function that shows a run's events, and writes them to ``lines``.
+
+    If they are written to standard error, only errors are shown there besides.
+    """
+    if lines == STANDARD_ERROR:
+        terminal.verbosity = -1
+        with writing(lines, lambda kind, fields: None) as written:
+            yield written
+        return
+    events: Any = None
+    try:
+        with shown(terminal, Lines, Table) as events, writing(lines, events) as written:
+            yield written
+    except BaseException:
+        if isinstance(events, Table) and events.run.step:  # the display is gone, and no summary follows
+            terminal.say(step_line(events.run.step, events.run.start))
+        raise

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import multiprocessing
 import os
+import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from autopipe import __version__
-from autopipe.errors import unknown_choice
+from autopipe.commands.settings import WORK_DIRECTORY
 
 from . import config, options
-from .failures import guarded
+from .failures import Mistyped, guarded
 from .streams import open_streams
 from .terminal import Terminal
 
@@ -29,6 +32,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("script", "Run an unmodified training script with its model in stages."),
     "check": ("running", "Compare the plan with plain training, parameter by parameter."),
     "train": ("running", "Train, after running every step that is missing or stale."),
+    "runs": ("inspecting", "List the runs of the work directory."),
+    "show": ("inspecting", "Show one run: losses, checkpoints, failures, next commands."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
     "sweep": ("sweeping", "Train many models or settings on a few devices."),
@@ -44,6 +49,9 @@ HELP = """Train an existing PyTorch model, unchanged, in pipeline stages, and pr
   autopipe check model.py --gpus 2      compare with plain training
   autopipe export -o model.safetensors  write the weights for the unmodified model
 """
+
+
+HOW_TO_BEGIN = "autopipe train model.py --gpus 2"
 
 
 class Commands(click.Group):
@@ -62,10 +70,23 @@ class Commands(click.Group):
         command: click.Command = getattr(module, cmd_name + "_command")
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options before the command. Raises: click.UsageError without a command, with the next one."""
+        if not args and not ctx.resilient_parsing:
+            raise Mistyped("no command was given", f"{_next_command()}; autopipe --help lists all commands", ctx)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command. Raises: click.UsageError for an unknown one, with the nearest name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(unknown_choice("command", args[0], COMMANDS), ctx)
+            nearest = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            remedy = "autopipe --help lists the commands"
+            if nearest:
+                remedy = shlex.join(["autopipe", nearest[0], *args[1:]])
+            elif Path(args[0]).is_file():  # the model, without a command
+                remedy = f"autopipe train {shlex.join(args)}"
+            similar = f". Did you mean {nearest[0]!r}?" if nearest else ""
+            raise Mistyped(f"there is no command {args[0]!r}{similar}", remedy, ctx)
         if args and args[0] in COMMANDS:
             ctx.ensure_object(Terminal).command = args[0]
         return super().resolve_command(ctx, args)
@@ -86,6 +107,15 @@ class Commands(click.Group):
             return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)
         finally:
             terminal.release()
+
+
+def _next_command() -> str:
+    """Return the command that continues what the work directory contains."""
+    if any(WORK_DIRECTORY.glob("runs/*/job.json")):
+        return "autopipe show"
+    if (WORK_DIRECTORY / "plan.json").is_file():
+        return "autopipe train"
+    return "autopipe plan --gpus 2" if (WORK_DIRECTORY / "profile.json").is_file() else HOW_TO_BEGIN
 
 
 @click.command(

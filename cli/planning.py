@@ -242,7 +242,7 @@ def simulate_command(
     pipe = Pipeline(work_dir=work_dir)
     result = pipe.simulate(schedule=schedule, trace=trace, **options.of(table.OrderOptions, given))
     terminal.notes(result.notes, (result.memory_shortfall,) if result.memory_shortfall else ())
-    terminal.table(*tables.simulation(result))
+    terminal.table(*tables.simulation(result, terminal.width if terminal.is_terminal else 0))
     terminal.document("simulate", documents.simulate(result))
     if result.trace:
         terminal.say(f"wrote {result.path} and {result.trace}, which ui.perfetto.dev opens")

@@ -157,6 +157,12 @@ class Resuming(click.Command):
 @options.option("--allow-other-data", is_flag=True, help="Let --resume continue although the data has changed.")
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Directory of the run.")
+@options.option(
+    "--events",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE|-",
+    help="Also add every event to FILE, one line of JSON each; -: to standard error, instead of the progress there.",
+)
 @options.option("--timeline", is_flag=True, help="Record the timeline of every rank.")
 @options.option("--measure-memory", is_flag=True, help="Measure the peak memory of each stage; slows the ranks down.")
 @options.output
@@ -188,7 +194,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
         from .live import watching
 
-    with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
+    with together.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
         result = runs.train(placed(led), events, rendezvous)
     terminal.table(*training.tables_of(result))
     terminal.document("train", documents.train(result))

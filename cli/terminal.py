@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -151,15 +152,34 @@ class Terminal:
         for warning in warnings:
             tell(wrapped(f"warning: {warning}", sys.stderr))
 
-    def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
-        """Print the next command, with the work directory if it is not the default."""
+    def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY, separator: str = ", then ") -> None:
+        """Print the next commands, with the work directory if it is not the default."""
         more = "" if work_dir == WORK_DIRECTORY else f" --work-dir {shlex.quote(str(work_dir))}"
-        self.say(f"next: {', then '.join(command + more for command in commands)}")
+        if commands:
+            self.say(f"next: {separator.join(command + more for command in commands)}")
+
+    @property
+    def width(self) -> int:
+        """The columns of a table on standard output."""
+        return self.console(stderr=False).width
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether standard output is a terminal that can show more than plain text."""
+        return self.output.isatty() and os.environ.get("TERM") != "dumb"
+
+    def shows(self, characters: str) -> bool:
+        """Return whether standard output can show these characters."""
+        try:
+            characters.encode(self.output.encoding or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return os.environ.get("TERM") != "dumb"
 
     def start_log(self) -> None:
         """Print the library's log at the level of ``verbosity``."""
         levels = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler()
         handler.setFormatter(_Format())
         logging.basicConfig(level=levels[max(-1, min(self.verbosity, 2))], handlers=[handler], force=True)
 
@@ -184,6 +204,19 @@ class Terminal:
 
         stream = sys.stderr if stderr else sys.stdout
         return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to the present standard error, which a live display replaces while it is on the screen."""
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignore the stream of the constructor."""
 
 
 class _Format(logging.Formatter):

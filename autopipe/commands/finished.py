@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from autopipe.commands.evaluation import record, refuse_impossible
+from autopipe.commands.inspecting.overview import locate
 from autopipe.commands.models import Model
 from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
@@ -34,16 +35,12 @@ from autopipe.workload.target.targets import in_full
 
 
 def find_run(given: Path | None, work_dir: Path) -> Path:
-    """Return the given run, or the newest of the work directory that has a checkpoint.
+    """Return the given run, by its name or directory, or the newest of the work directory that has a checkpoint.
 
     Raises: RunError without such a run.
     """
     if given is not None:
-        if not (given / "job.json").is_file():
-            raise RunError(
-                f"{given} is not a run: it has no job.json", remedy="name a run directory that autopipe train wrote"
-            )
-        return given
+        return locate(given, work_dir)[1]
     runs = work_dir / "runs"
     candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
     with_checkpoint = [path for path in candidates if checkpoints.steps(RunDirectory(path).checkpoints)]

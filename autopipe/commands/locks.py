@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from autopipe.errors import RunError
 
 # some network file systems have no locks: then no command is refused
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+# longer than a shared lock of ``holder``
+_LOOK_SECONDS = 0.05
 
 
 @contextlib.contextmanager
@@ -56,9 +59,33 @@ def only_one(directory: Path, activity: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def holder(directory: Path) -> dict[str, object] | None:
+    """Return the process that holds ``directory/lock``, as its file describes it; None if the lock is free.
+
+    ``pid``, ``host`` and ``doing`` are its keys, {} if the file cannot be read. No command is refused meanwhile.
+
+    Raises: OSError if that cannot be determined: the lock cannot be opened, or the file system has no locks.
+    """
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, and released at once
+    except BlockingIOError:
+        return _described(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _take(descriptor: int, directory: Path, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOOK_SECONDS)  # ``holder`` may have been looking
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RunError(
             f"{directory} is in use: {_holder(descriptor)}",
@@ -76,8 +103,15 @@ def _this_process(activity: str) -> dict[str, object]:
 
 def _holder(descriptor: int) -> str:
     """Return a description of the process that holds a lock, from its file."""
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {holder['pid']} on {holder['host']} {holder['doing']} in it"
-    except (OSError, ValueError, TypeError, KeyError):
+    fields = _described(descriptor)
+    if not fields:
         return "another process holds its lock"
+    return f"process {fields['pid']} on {fields['host']} {fields['doing']} in it"
+
+
+def _described(descriptor: int) -> dict[str, object]:
+    try:
+        fields = json.loads(os.pread(descriptor, 4096, 0))
+        return {key: fields[key] for key in ("pid", "host", "doing")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}

@@ -289,7 +289,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     if not path.exists():
         raise RunError(
             f"no model was named, and there is no {path} that names one",
-            remedy="give the model file: autopipe COMMAND path/to/file.py",
+            remedy="name the model file in the command, path/to/file.py; or first: autopipe profile path/to/file.py",
         )
     stored = work.store.stored_profile().workload
     team, sequence = _team_of(model, stored)

@@ -34,11 +34,13 @@ kind         fields
 progress     ``what``, ``fraction``: as ``Progress``, from the steps before the run
 note         ``text``: what was done, or reused
 plan         ``plan``: the ``Plan`` of the run
-start        ``ranks``, ``steps`` (0 if not known), ``start_step``, ``batch_size``, ``run_dir``
+start        ``ranks``, ``steps`` (0 if not known), ``start_step``, ``batch_size``, ``run_dir``; ``unit_mfu``: the MFU
+             of one sample per second, None if it is not known
 ranks        ``states``: one text for each rank, such as "2F7" or "waits for 1RF3<0"
 step         ``step``, ``loss``, ``seconds`` (since the start), ``samples_per_second``
 checkpoint   ``step``, ``path``
-evaluation   ``loss``, ``samples``
+evaluating   ``step``: an evaluation began, after so many steps
+evaluation   ``step``, ``loss``, ``samples``
 audit        ``step``, ``equal``, ``bitwise``, ``max_relative_error``: a minibatch compared with plain training
 peak         the fields of ``StagePeak``, if memory is measured; at the end
 stopping     ``signal``: a clean stop was requested; the run stops after the current minibatch

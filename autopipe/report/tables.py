@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -12,8 +11,7 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.report import rates
-from autopipe.report.remaining import time_to_go
+from autopipe.report import grids, rates
 from autopipe.report.text import in_ranges
 from autopipe.units import in_bytes, in_seconds
 
@@ -167,8 +165,11 @@ def prediction_lines(plan: Plan, alone: Plan | None, *, estimated: bool = False)
     return "\n".join(lines)
 
 
-def simulation(result: SimulateResult) -> tuple[Any, ...]:
-    """Return the schedule as a grid, the prediction of a step, and the memory of each stage."""
+def simulation(result: SimulateResult, width: int = 0) -> tuple[Any, ...]:
+    """Return the schedule as a grid, the prediction of a step, and the memory of each stage.
+
+    ``width``: the columns of a terminal that shows the grid in colours and in parts that fit; 0: as plain text.
+    """
     plan, timeline = result.plan, result.timeline
     predicted = plan.predicted
     busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
@@ -185,7 +186,7 @@ def simulation(result: SimulateResult) -> tuple[Any, ...]:
         ]
     return (
         f"{plan.schedule}, {counted(len(plan.stages), 'stage')}, {counted(plan.num_microbatches, 'microbatch')}:",
-        result.grid.rstrip("\n"),
+        *(grids.for_terminal(result.grid, width) if width else (result.grid.rstrip("\n"),)),
         *lines,
         _memory(plan, result.cluster),
     )
@@ -333,27 +334,4 @@ def findings(result: Examination) -> Table:
     for finding in result.findings:
         name = f"{finding.host}: {finding.name}" if finding.host else finding.name
         table.add_row({"ok": "ok", "note": "-", "problem": "!!"}[finding.state], name, finding.detail, finding.fix)
-    return table
-
-
-def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], activity: str) -> Table:
-    """Return the table of a run in progress."""
-    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-    table.add_column(justify="right", style="bold")
-    table.add_column()
-    if activity:
-        table.add_row("now", activity)
-    if start:
-        of = f" of {start['steps']}" if start["steps"] else ""
-        table.add_row("step", f"{step['step'] + 1 if step else start['start_step']}{of}")
-    if step:
-        table.add_row("loss", f"{step['loss']:.6f}")
-        table.add_row("samples/s", f"{step['samples_per_second']:.1f}")
-        table.add_row("seconds", f"{step['seconds']:.1f}")
-        if left := time_to_go(start, step):
-            table.add_row("left", left.removesuffix(" left"))
-    stages = list(zip(start.get("modules", ()), start.get("stage_ranks", ()), strict=True))
-    for rank, state in enumerate(states):
-        names = [name for name, ranks in stages if rank in ranks]
-        table.add_row(f"rank {rank}", f"{state:<20}  {'; '.join(names)}" if names else state)
     return table

@@ -6,6 +6,7 @@
       job.json plan.json graph.json      the description of the run
       stages/stage_0.py ...              the code that each rank imports
       metrics.jsonl                      one line an optimizer step
+      history.jsonl                      one line for each start, restart and end of a command that trains it
       logs/rank_0.log ...                the output of each rank
       checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
       timeline.json                      the last recorded minibatch, if one was recorded
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -117,10 +119,16 @@ class Job:
             raise ValueError(unknown_choice("replay", self.replay, REPLAYS))
 
 
-def read_rows(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file that are complete; none without the file. A killed run leaves a part of one."""
+def read_rows(metrics: Path, last_bytes: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of JSON lines that are complete; none without the file. A killed run leaves a part.
+
+    ``last_bytes``: only the rows in the last bytes of the file; 0: all.
+    """
     try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+        with metrics.open("rb") as file:
+            if last_bytes and metrics.stat().st_size > last_bytes:
+                file.seek(-last_bytes, os.SEEK_END)
+            lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return
     for line in lines:
@@ -150,6 +158,11 @@ class RunDirectory:
     def metrics(self) -> Path:
         """The metrics: one JSON line per optimizer step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def history(self) -> Path:
+        """The starts and ends of the commands that trained it; see ``commands.inspecting.history``."""
+        return self.path / "history.jsonl"
 
     def log(self, rank: int) -> Path:
         """Return the file for the output of a rank."""

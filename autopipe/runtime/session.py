@@ -303,6 +303,7 @@ class RankSession:
 
         Evaluation mode, without gradients and steps: statistics, random state and schedule state do not change.
         """
+        self.reporter.event("evaluating", step=step)
         row = self._rows.forward_only()
         total = weights = 0.0
         samples = 0

@@ -243,6 +243,11 @@ def loaded_by(words: list[str], names: tuple[str, ...], folder: Path = ROOT) -> 
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("words", [["runs"], ["runs", "--json"], ["show", "--help"]])
+def test_a_look_at_runs_loads_neither_torch_nor_pandas(words, tmp_path):
+    assert loaded_by(words, ("torch", "pandas", "safetensors"), tmp_path) == "[]"
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["doctor", "--help"]])
 def test_help_loads_none_of_the_heavy_packages(words):
     assert loaded_by(words, ("torch", "numpy", "pandas", "rich")) == "[]"

@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
+from autopipe.commands.inspecting import history
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared, prepare
 from autopipe.commands.store import Store
@@ -34,6 +36,8 @@ from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import LaunchRequest, watchdog_of
+from autopipe.planning.clusters import precision_of
+from autopipe.planning.cost.datasheets import utilization
 from autopipe.report.results import Restart
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -57,6 +61,11 @@ class Attempts:
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The steps wanted; 0 if the length of the data is not known."""
+        return self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
 
     def follow(self, start: int) -> None:
         """Launch attempts until the run is done or stopped. ``start``: the step to resume from, -1 for a new run.
@@ -94,10 +103,13 @@ class Attempts:
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
-        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
-        fields = {"ranks": plan.num_processes, "steps": steps, "start_step": max(start, 0)}
+        fields: dict[str, Any] = {"ranks": plan.num_processes, "steps": self.steps, "start_step": max(start, 0)}
         stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_processes}
-        self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
+        profile = self.prepared.profile
+        rate = plan.flops_per_sample / plan.num_ranks
+        unit = utilization(rate, profile.device.name, precision_of(profile)) if rate else None
+        fields |= {"batch_size": plan.batch_size, "run_dir": str(self.run.path), "unit_mfu": unit}
+        self.events("start", {**fields, **stages})
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch
@@ -169,6 +181,7 @@ class Attempts:
         ranks = self.prepared.plan.num_processes
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
         self.restarts.append(restart)
+        history.append(self.run, history.Restarted(restart))
         self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
         self.listener.restarted(restart)
         return start

@@ -58,6 +58,10 @@ class Listener:
         self.devices.clear()
         self.other_data = None
 
+    def done(self, start: int) -> int:
+        """Return the steps done, of a run that began after step ``start``; -1 for a new one."""
+        return max(self.losses, default=max(start, 0) - 1) + 1
+
     def restarted(self, restart: Restart) -> None:
         """Discard the losses of the steps that will be repeated, and record the restart in the metrics."""
         self.losses = {step: loss for step, loss in self.losses.items() if step < restart.from_step}
@@ -86,6 +90,10 @@ class Listener:
     def _checkpoint(self, event: Mapping[str, Any]) -> None:
         self.checkpoint = event["path"]
         self.events("checkpoint", {"step": event["step"], "path": event["path"]})
+
+    def _evaluating(self, event: Mapping[str, Any]) -> None:
+        if event["rank"] == 0:
+            self.events("evaluating", {"step": event["step"]})
 
     def _evaluation(self, event: Mapping[str, Any]) -> None:
         self.evaluation = event
@@ -210,6 +218,7 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "device": Listener._device,
     "step": Listener._step,
     "checkpoint": Listener._checkpoint,
+    "evaluating": Listener._evaluating,
     "evaluation": Listener._evaluation,
     "audit": Listener._audit,
     "audit-left-out": Listener._audit_left_out,

@@ -17,6 +17,7 @@ from autopipe.commands.checking.checking import check, check_first, write_run
 from autopipe.commands.evaluation import refuse_impossible
 from autopipe.commands.exporting import export
 from autopipe.commands.finished import evaluate, find_run
+from autopipe.commands.inspecting import history
 from autopipe.commands.locks import only_one
 from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
@@ -268,7 +269,9 @@ def _launch(
         rendezvous,
         stop,
     )
-    attempts.follow(start)
+    begun = history.Begun(attempts.steps, max(start, 0), world, prepared.plan.schedule)
+    with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
+        attempts.follow(start)
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_processes)
     seconds = max(listener.ended - listener.started, 0.0)
@@ -288,7 +291,7 @@ def _launch(
         stopped=listener.stopped,
         notes=prepared.notes,
         restarts=tuple(attempts.restarts),
-        step=max(listener.losses, default=max(start, 0) - 1) + 1,
+        step=listener.done(start),
         skipped=tuple(listener.skipped),
         peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
         copied=_copied(settings, attempts.prepared, listener.copied),

@@ -18,25 +18,13 @@ from autopipe.errors import ArtifactError, RunError, disk_is_full
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState, TensorSlice
+from autopipe.runtime.checkpoint.names import directory_of as directory_of  # noqa: PLC0414  # users of this module
+from autopipe.runtime.checkpoint.names import steps as steps  # noqa: PLC0414
 from autopipe.runtime.checkpoint.sharing import refuse_unequal_replicas
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
-_STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced"
 _INCOMPLETE = re.compile(r"step-\d{8,}(\.\w+)?\.(tmp|old)|\.latest\.\d+\.tmp")
-
-
-def directory_of(checkpoints: Path, step: int) -> Path:
-    """Return the directory of a step's checkpoint."""
-    return checkpoints / f"step-{step:08d}"
-
-
-def steps(checkpoints: Path) -> list[int]:
-    """Return the steps of the finished checkpoints, ascending. ``Checkpoint.verify`` checks that one is intact."""
-    if not checkpoints.is_dir():
-        return []
-    matches = [_STEP.fullmatch(path.name) for path in checkpoints.iterdir()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -93,6 +93,10 @@ def in_full(spec: WorkloadSpec) -> WorkloadSpec:
     return replace(spec, target=absolute(spec.target), hooks=hooks)
 
 
+# that an error names
+_MOST_FILES = 8
+
+
 def import_target(target: Target) -> ModuleType:
     """Import the file or module of a TARGET.
 
@@ -191,7 +195,7 @@ def _nearby(path: Path) -> str:
     files = sorted(entry.name for entry in path.parent.glob("*.py"))
     nearest = difflib.get_close_matches(path.name, files, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{hint}Python files in that folder: {', '.join(files[:8]) or 'none'}"
+    return f"{hint}Python files in that folder: {', '.join(files[:_MOST_FILES]) or 'none'}"
 
 
 def _private(path: Path) -> str:
@@ -240,10 +244,16 @@ def _import_package(name: str) -> ModuleType:
         if not missing:
             raise _wrap(f"importing {name}", "", error) from error
         spec = None
+    if (spec is None or spec.origin is None) and Path(name).exists():
+        files = sorted(str(path) for path in Path(name).glob("*.py"))[:_MOST_FILES]
+        kind = "is a folder, not a Python file" if Path(name).is_dir() else "is not a Python file"
+        raise ModelFileError(f"{name} {kind}", remedy=", or ".join(files) or "give a file that ends in .py")
     if spec is None:
         parent, _, last = name.rpartition(".")
         hints = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
-        hints += [f"{parent}:{last}"] if parent and parent in sys.modules else []
+        hints += difflib.get_close_matches(name, [path.name for path in Path().glob("*.py")], n=1, cutoff=0.8)
+        if not hints and parent and parent in sys.modules:
+            hints = [f"{parent}:{last}"]
         remedy = f"did you mean {' or '.join(hints)}?" if hints else "give path/to/file.py, or an installed module"
         raise ModelFileError(f"module not found: {name!r}", remedy=remedy)
     with users_code(f"importing {name}", spec.origin or ""):

@@ -38,6 +38,9 @@ def test_a_restart_ignores_a_plan_that_was_written_meanwhile(
     assert process.returncode == 75, err
     document = json.loads(out)
     assert [restart["ranks"] for restart in document["restarts"]] == [ranks]
+    shown = commands.document("show", "run")
+    assert (shown["state"], shown["step"], len(shown["losses"])) == ("stopped", document["step"], document["step"])
+    assert [(r["rank"], r["ranks"]) for r in shown["attempts"][0]["restarts"]] == [(1, ranks)]
     # another plan is compared with plain training like the first one
     assert err.count("compared with plain training: equal") == (1 if ranks == 3 else 2), err
     assert {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"} == before

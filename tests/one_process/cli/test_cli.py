@@ -130,10 +130,11 @@ def test_a_usage_error_is_a_document_with_json(run):
     assert "Did you mean 'gpipe'?" in document["error"]["what"]
 
 
-def test_without_a_command_help_is_printed_with_exit_code_2(run):
+def test_without_a_command_the_exit_code_is_2_and_help_is_suggested(run):
     done = run()
     assert done.exit_code == 2
-    assert "Commands:" in done.output
+    assert "autopipe --help lists all commands" in done.output
+    assert "Commands:" in run("--help").output
 
 
 # -- where an option comes from ----------------------------------------------------------------------------------------

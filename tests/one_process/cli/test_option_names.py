@@ -18,7 +18,7 @@ COMMANDS = {
     "generate": (None, Pipeline.generate, {"work_dir"}),
     "simulate": (table.SimulateOptions, Pipeline.simulate, set()),
     "check": (table.CheckOptions, Pipeline.check, {"target"}),
-    "train": (table.TrainOptions, Pipeline.train, {"target", "slurm_option", "dry_run"}),
+    "train": (table.TrainOptions, Pipeline.train, {"target", "slurm_option", "dry_run", "events"}),
     "eval": (table.EvaluateOptions, Pipeline.evaluate, set()),
     "export": (table.ExportOptions, Pipeline.export, set()),
     "plain": (table.PlainOptions, Pipeline.plain, {"target"}),

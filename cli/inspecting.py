@@ -1,0 +1,67 @@
+"""``autopipe runs`` and ``show``: what runs left behind. Neither imports torch or runs a model file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopipe.report.run_results import RunDetails
+
+from . import documents, options
+from .terminal import Terminal
+
+
+@click.command("runs")
+@options.work_dir
+@options.output
+def runs_command(terminal: Terminal, work_dir: Path) -> None:
+    """List the runs of the work directory and of its sweeps, the newest first.
+
+    States: running; finished; stopped (cleanly, with a checkpoint); failed; interrupted (killed, or by a second
+    Ctrl-C); unreadable (a file is missing or damaged); unknown (an earlier version wrote it). A narrow terminal has
+    fewer columns; --json has everything.
+    """
+    from autopipe.commands.inspecting.overview import overview
+    from autopipe.report import run_tables
+
+    rows = overview(work_dir)
+    terminal.document("runs", {"work_dir": work_dir, "runs": [documents.fields_of(row) for row in rows]})
+    if not rows:
+        terminal.say(f"there is no run in {work_dir / 'runs'}")
+        terminal.next("autopipe train model.py --gpus 2", work_dir=work_dir)
+        return
+    terminal.table(*run_tables.overview(rows, time.time(), terminal.width))
+    terminal.next(f"autopipe show {rows[0].name}", work_dir=work_dir)
+
+
+@click.command("show")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@options.option("--verify", is_flag=True, help="Read every file of every checkpoint, and compare its SHA-256.")
+@options.work_dir
+@options.output
+def show_command(terminal: Terminal, run: Path | None, verify: bool, work_dir: Path) -> None:
+    """Show RUN (default: the newest), by its name in `autopipe runs` or its directory.
+
+    Options, losses, evaluations, memory as planned and as measured, checkpoints, failures with their causes, and the
+    commands that make sense next.
+    """
+    from autopipe.commands.inspecting.details import show
+    from autopipe.report import run_tables
+
+    shown = show(run, work_dir, verify=verify)
+    terminal.table(*run_tables.details(shown, time.time(), unicode=terminal.shows("▁█")))
+    terminal.document("show", _document(shown))
+    terminal.next(*shown.next, separator="\n  or: ")
+
+
+def _document(shown: RunDetails) -> dict[str, Any]:
+    """Return the document: the keys of the run's row, and the details; losses and evaluations as lists."""
+    fields = documents.fields_of(shown)
+    fields |= {
+        "losses": [{"step": step, "loss": loss} for step, loss in shown.losses.items()],
+        "evaluations": [{"step": step, "loss": loss} for step, loss in shown.evaluations.items()],
+    }
+    return {**fields.pop("row"), **fields}
