@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("running", "Train, after running every step that is missing or stale."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
+    "report": ("reporting", "Write a page about a run or the plan: one HTML file."),
     "sweep": ("sweeping", "Train many models or settings on a few devices."),
     "plain": ("plain", "Write the plain loop as a script that does not import autopipe."),
     "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),

@@ -13,7 +13,7 @@ from autopipe.commands.evaluation import record, refuse_impossible
 from autopipe.commands.models import Model
 from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
-from autopipe.commands.store import Work
+from autopipe.commands.store import Store, Work
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.errors import RunError
@@ -44,11 +44,12 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
                 f"{given} is not a run: it has no job.json", remedy="name a run directory that autopipe train wrote"
             )
         return given
-    runs = work_dir / "runs"
-    candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
-    with_checkpoint = [path for path in candidates if checkpoints.steps(RunDirectory(path).checkpoints)]
+    store = Store(work_dir)
+    with_checkpoint = [path for path in store.runs() if checkpoints.steps(RunDirectory(path).checkpoints)]
     if not with_checkpoint:
-        raise RunError(f"there is no run with a checkpoint in {runs}", remedy="autopipe train TARGET --gpus N")
+        raise RunError(
+            f"there is no run with a checkpoint in {store.path / 'runs'}", remedy="autopipe train TARGET --gpus N"
+        )
     return with_checkpoint[-1]
 
 

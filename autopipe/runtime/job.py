@@ -4,11 +4,12 @@
 
     RUN/
       job.json plan.json graph.json      the description of the run
+      costs.json                         the costs from which the plan was predicted
       stages/stage_0.py ...              the code that each rank imports
       metrics.jsonl                      one line an optimizer step
       logs/rank_0.log ...                the output of each rank
       checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
-      timeline.json                      the last recorded minibatch, if one was recorded
+      timeline.json                      all instructions of the last attempt, if it recorded them
 """
 
 from __future__ import annotations
@@ -145,6 +146,16 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The directory of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def costs(self) -> Path:
+        """The costs from which the plan was predicted."""
+        return self.path / "costs.json"
+
+    @property
+    def timeline(self) -> Path:
+        """The measured timeline."""
+        return self.path / "timeline.json"
 
     @property
     def metrics(self) -> Path:
