@@ -115,7 +115,7 @@ def _of_run(run: RunDirectory, work: Work) -> Subject:
         plan=plan,
         graph=graph,
         cluster=None if costs is None else costs.cluster,
-        facts=_facts_of_run(run, job, plan, costs),
+        facts=(),
         measured=_measured(run, plan, missing),
         history=history,
         missing=missing,
@@ -126,6 +126,7 @@ def _of_run(run: RunDirectory, work: Work) -> Subject:
     if costs is None and profile is not None and record is not None:
         costs = RunCosts.of(plan, profile, record.cluster, {})
         subject = dataclasses.replace(subject, cluster=record.cluster)
+    subject = dataclasses.replace(subject, facts=_facts_of_run(run, job, plan, costs))
     if costs is None:
         missing["predicted"] = f"the run has no costs.json, and {why}"
     else:

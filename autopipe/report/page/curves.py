@@ -36,9 +36,7 @@ class History:
     def losses(self) -> dict[int, float | None]:
         """The loss of each step; of a repeated step, the last one."""
         return {
-            step: loss
-            for attempt in self.attempts
-            for step, loss in zip(attempt.steps, attempt.losses, strict=True)
+            step: loss for attempt in self.attempts for step, loss in zip(attempt.steps, attempt.losses, strict=True)
         }
 
     @property
@@ -72,7 +70,8 @@ def history_of(rows: Iterable[Mapping[str, Any]]) -> History:
 
 
 def _add_step(history: History, row: Mapping[str, Any], clock: float, reason: str) -> tuple[float, str]:
-    step, loss, seconds, samples = int(row["step"]) + 1, _number(row["loss"]), float(row["seconds"]), int(row["samples"])
+    step, loss = int(row["step"]) + 1, _number(row["loss"])
+    seconds, samples = float(row["seconds"]), int(row["samples"])
     begins = reason or seconds <= clock
     if begins:
         text = reason or (f"resumed from step {step - 1}" if history.attempts else "")

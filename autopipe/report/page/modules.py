@@ -27,7 +27,9 @@ def module_tree(graph: Graph, plan: Plan, profile: Profile | None) -> dict[str, 
     levels: list[list[tuple[int, int, int, int]]] = []
     for depth in range(1, min(max((len(path) for path in paths), default=0), _DEEPEST) + 1):
         level = []
-        keys = [(path[:depth] if len(path) >= depth else (), stage) for path, stage in zip(paths, stage_of, strict=True)]
+        keys = [
+            (path[:depth] if len(path) >= depth else (), stage) for path, stage in zip(paths, stage_of, strict=True)
+        ]
         position = 0
         for (path, stage_index), group in itertools.groupby(keys):
             length = len(list(group))

@@ -1,5 +1,6 @@
 // The schedule: one panel for the prediction and one for the measurement, on one time scale.
 "use strict";
+const MOST_LABELS = 400; // with more, a frame takes too long, and each is too small
 Page.rowsOf = (panel, unit) => panel.rows.map((row) => {
   const column = (values) => (typeof values === "number" ? new Int32Array(row.count).fill(values) : Int32Array.from(values));
   const start = new Float64Array(row.count), end = new Float64Array(row.count);
@@ -28,6 +29,23 @@ Page.firstAfter = (row, time) => {
   return low;
 };
 
+// for each way to colour: the colours, and which of them a bar has
+Page.classesOf = (ops) => {
+  const names = [...new Set(ops.map((op) => Page.OPS[op][1]))], at = ops.map((op) => names.indexOf(Page.OPS[op][1]));
+  const count = Page.STAGES.length;
+  return {
+    op: { colours: names, of: (row, i) => at[row.op[i]] },
+    stage: { colours: Page.STAGES, of: (row, i) => row.stage[i] % count },
+    microbatch: {
+      colours: [...Page.STAGES, "#8a9199"], of: (row, i) => (row.microbatch[i] < 0 ? count : row.microbatch[i] % count),
+    },
+  };
+};
+Page.number = ([text, x, y, colour, size]) => ({
+  type: "text", silent: true,
+  style: { text, x, y, fill: Page.on(colour), font: `${size}px sans-serif`, align: "center", verticalAlign: "middle" },
+});
+
 Page.gantt = (signal) => {
   const gantt = Page.data.gantt, element = document.getElementById("gantt");
   const panels = ["predicted", "measured"].filter((name) => gantt[name])
@@ -35,7 +53,6 @@ Page.gantt = (signal) => {
   if (!panels.length) { element.hidden = true; return; }
   for (const panel of panels) {
     panel.rows = Page.decoded[panel.name] ||= Page.rowsOf(gantt[panel.name], gantt.unit);
-    panel.copies = gantt.ops.map((op) => Page.laneOf(op) === 2);
   }
   const longest = Math.max(...panels.map((panel) => panel.seconds)) || 1;
   const theme = Page.theme(), narrow = Page.narrow(), select = document.getElementById("colour");
@@ -53,55 +70,43 @@ Page.gantt = (signal) => {
     left, right, signal, smallest: 0.005,
   });
 
-  const colourOf = {
-    op: (row, i) => Page.OPS[gantt.ops[row.op[i]]][1],
-    stage: (row, i) => Page.stageColour(row.stage[i]),
-    microbatch: (row, i) => (row.microbatch[i] < 0 ? "#8a9199" : Page.stageColour(row.microbatch[i])),
-  };
   const lanes = gantt.ops.map(Page.laneOf);
+  const classes = Page.classesOf(gantt.ops);
 
   // the bars of one row: those of two pixels and more as they are, of smaller ones the most frequent colour of a pixel
   const addRow = (shapes, labels, row, area, scale, y, height) => {
-    const colours = colourOf[select.value], end = area.x + area.width;
-    const pixels = [new Map(), new Map(), new Map()];
-    const place = [[y, height], [y + height * 0.72, height * 0.28], [y, height * 0.25]];
-    place[0] = [y, height * 0.66 < 8 ? height : height * 0.7];
+    const { colours, of } = classes[select.value], end = area.x + area.width, size = colours.length;
+    const body = height < 12 ? height : height * 0.7;
+    const place = [[y, body], [y + height * 0.72, height * 0.28], [y, height * 0.25]];
+    const left = Math.floor(area.x), width = Math.ceil(area.width) + 2, parts = [null, null, null];
     for (let i = Page.firstAfter(row, scale.from); i < row.count && row.start[i] <= scale.to; i += 1) {
-      const lane = lanes[row.op[i]], colour = colours(row, i);
       const x0 = Math.max(area.x, scale.at(row.start[i])), x1 = Math.min(end, scale.at(row.end[i]));
       if (x1 <= x0) continue;
+      const lane = lanes[row.op[i]], kind = of(row, i);
       if (x1 - x0 < 2) {
+        const pixels = parts[lane] ||= new Float32Array(width * size);
         for (let x = Math.floor(x0); x < x1; x += 1) {
-          const part = Math.min(x1, x + 1) - Math.max(x0, x);
-          let column = pixels[lane].get(x);
-          if (!column) pixels[lane].set(x, column = new Map());
-          column.set(colour, (column.get(colour) || 0) + part);
+          pixels[(x - left) * size + kind] += Math.min(x1, x + 1) - Math.max(x0, x);
         }
         continue;
       }
-      const gap = x1 - x0 > 5 ? 0.6 : 0;
-      Page.add(shapes, lane, colour, x0, place[lane][0], x1 - x0 - gap, place[lane][1]);
-      const number = row.microbatch[i];
-      if (lane === 0 && number >= 0 && height >= 14 && x1 - x0 > 8 + 7 * String(number).length && labels.length < 700) {
-        labels.push({
-          type: "text", silent: true, style: {
-            text: String(number), x: (x0 + x1) / 2, y: place[0][0] + place[0][1] / 2 + 0.5, fill: Page.on(colour),
-            font: `${Math.min(12, height * 0.5)}px sans-serif`, align: "center", verticalAlign: "middle",
-          },
-        });
+      const gap = x1 - x0 > 5 ? 0.6 : 0, number = row.microbatch[i];
+      Page.add(shapes, lane, colours[kind], x0, place[lane][0], x1 - x0 - gap, place[lane][1]);
+      if (lane === 0 && number >= 0 && height >= 12 && x1 - x0 > 8 + 7 * String(number).length) {
+        labels.push([String(number), (x0 + x1) / 2, y + body / 2 + 0.5, colours[kind], Math.min(12, height * 0.55)]);
       }
     }
-    pixels.forEach((columns, lane) => {
-      let open = null;
-      for (const x of [...columns.keys()].sort((a, b) => a - b)) {
-        let colour = "", size = 0;
-        for (const [name, part] of columns.get(x)) if (part > size) { colour = name; size = part; }
-        if (size < 0.15) continue;
-        if (open && open.colour === colour && open.end === x) { open.end = x + 1; continue; }
-        if (open) Page.add(shapes, lane, open.colour, open.start, place[lane][0], open.end - open.start, place[lane][1]);
-        open = { colour, start: x, end: x + 1 };
+    parts.forEach((pixels, lane) => {
+      if (!pixels) return;
+      let begin = 0, open = -1;
+      for (let x = 0; x <= width; x += 1) {
+        let best = -1, most = 0.15;
+        if (x < width) for (let k = 0; k < size; k += 1) if (pixels[x * size + k] > most) { most = pixels[x * size + k]; best = k; }
+        if (best === open) continue;
+        if (open >= 0) Page.add(shapes, lane, colours[open], left + begin, place[lane][0], x - begin, place[lane][1]);
+        begin = x;
+        open = best;
       }
-      if (open) Page.add(shapes, lane, open.colour, open.start, place[lane][0], open.end - open.start, place[lane][1]);
     });
   };
 
@@ -117,7 +122,8 @@ Page.gantt = (signal) => {
       addRow(shapes, labels, row, area, scale, area.y + index * step + 1, step - 2);
     });
     const children = [...shapes.values()].map((shape) => Page.bars(shape.rects, shape.colour, shape.lane === 2 ? 0.9 : 1));
-    return { type: "group", children: [...children, ...labels] };
+    if (labels.length > MOST_LABELS) labels.length = 0;
+    return { type: "group", children: [...children, ...labels.map(Page.number)] };
   };
 
   const label = (panel) => (panel.name === "predicted" ? "predicted" : "measured");
