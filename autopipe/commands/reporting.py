@@ -185,7 +185,9 @@ def _measured(run: RunDirectory, plan: Plan, missing: dict[str, str]) -> Window 
     renew = "train with --timeline again, or delete the file, and the page has no measured schedule"
     timeline = artifact.load(Timeline, run.timeline, renew=renew)
     stages, ranks = len(plan.stages), {span.rank for span in timeline.spans}
-    if timeline.num_ranks != plan.num_processes or any(span.instruction.stage >= stages for span in timeline.spans):
+    if timeline.num_ranks != plan.num_processes or any(
+        not 0 <= span.instruction.stage < stages for span in timeline.spans
+    ):
         missing["measured"] = "timeline.json is of an earlier attempt with another plan"
         return None
     if ranks and not ranks <= set(range(timeline.num_ranks)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopipe.report.results import StagePeak
+from autopipe.units import finite
 
 MOST_POINTS = 4000
 
@@ -62,7 +63,7 @@ def history_of(rows: Iterable[Mapping[str, Any]]) -> History:
                 history.peaks.append(StagePeak(**{key: int(value) for key, value in row["peak"].items()}))
             else:
                 clock, reason = _add_step(history, row, clock, reason)
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             history.unreadable += 1
     latest = {(peak.stage, peak.rank): peak for peak in history.peaks}
     history.peaks = [latest[key] for key in sorted(latest)]
@@ -72,6 +73,8 @@ def history_of(rows: Iterable[Mapping[str, Any]]) -> History:
 def _add_step(history: History, row: Mapping[str, Any], clock: float, reason: str) -> tuple[float, str]:
     step, loss = int(row["step"]) + 1, _number(row["loss"])
     seconds, samples = float(row["seconds"]), int(row["samples"])
+    if not math.isfinite(seconds):
+        raise ValueError(f"seconds are {seconds}")
     begins = reason or seconds <= clock
     if begins:
         text = reason or (f"resumed from step {step - 1}" if history.attempts else "")
@@ -89,7 +92,7 @@ def _add_step(history: History, row: Mapping[str, Any], clock: float, reason: st
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return None if value is None else finite(float(value))
 
 
 def columns(history: History) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -227,12 +228,19 @@ def test_long_runs_are_averaged_and_say_so(monkeypatch):
 
 def test_rows_that_are_damaged_are_counted_and_others_kept():
     good = {"step": 0, "loss": None, "samples": 8, "seconds": 1.0}
-    bad = [{"step": 1}, {"step": "x", "loss": 1, "samples": 1, "seconds": 2}, {"peak": 3}, {"audit": None}, {}]
+    bad = [
+        {"step": 1},
+        {"step": "x", "loss": 1, "samples": 1, "seconds": 2},
+        {"peak": 3},
+        {"audit": None},
+        {},
+        {"step": 4, "loss": 1.0, "samples": 1, "seconds": math.inf},
+    ]
     history = curves.history_of([good, *bad, {"step": 2, "loss": 0.5, "samples": 8, "seconds": 2.0}])
     assert history.unreadable == len(bad)
     assert history.losses == {1: None, 3: 0.5}
     page = page_of(dataclasses.replace(subject(2, 2), history=history))
-    assert "5 rows of metrics.jsonl could not be read, and are not shown." in page.remarks
+    assert "6 rows of metrics.jsonl could not be read, and are not shown." in page.remarks
     assert page.data["history"]["attempts"][0]["losses"] == [None, 0.5]
 
 

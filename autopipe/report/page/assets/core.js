@@ -7,7 +7,7 @@ Page.charts = [];
 Page.seconds = (value) => {
   const size = Math.abs(value);
   if (size === 0) return "0 s";
-  const [factor, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : size >= 1e-6 ? [1e6, "µs"] : [1e9, "ns"];
+  const [factor, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : size >= 1e-6 ? [1e6, "us"] : [1e9, "ns"];
   return `${Page.three(value * factor)} ${unit}`;
 };
 Page.three = (value) => String(Number(value.toPrecision(3)));

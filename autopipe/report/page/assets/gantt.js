@@ -133,7 +133,7 @@ Page.gantt = (signal) => {
       text: `${label(panel)}: {soft|${Page.seconds(panel.seconds)}}`, left: narrow ? 0 : left, top: panel.top - 24, padding: 0,
       textStyle: { color: theme.ink, fontSize: 13, fontWeight: 600, rich: { soft: { color: theme.soft, fontSize: 13 } } },
     })),
-    grid: panels.map((panel) => ({ left, right, top: panel.top, height: panel.height, show: true, borderColor: theme.line, backgroundColor: "transparent" })),
+    grid: panels.map((panel) => ({ left, right, top: panel.top, height: panel.height, outerBoundsMode: "none", show: true, borderColor: theme.line, backgroundColor: "transparent" })),
     xAxis: panels.map((panel, index) => Page.axis(theme, {
       type: "value", gridIndex: index, min: 0, max: longest, splitNumber: narrow ? 4 : 8,
       axisLabel: {
@@ -227,7 +227,7 @@ Page.lines = (row, bar, ops) => {
 
 // a time on an axis: enough digits for the range that is visible
 Page.time = (value, visible) => {
-  const [factor, unit] = visible >= 3 ? [1, "s"] : visible >= 3e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const [factor, unit] = visible >= 3 ? [1, "s"] : visible >= 3e-3 ? [1e3, "ms"] : [1e6, "us"];
   const digits = Math.max(0, Math.min(6, 1 - Math.floor(Math.log10(visible * factor / 8))));
   return `${Number((value * factor).toFixed(digits))} ${unit}`;
 };

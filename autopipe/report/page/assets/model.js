@@ -77,7 +77,7 @@ Page.model = (signal) => {
 
   chart.setOption({
     animation: false, textStyle: Page.text(),
-    grid: { left, right, top, height },
+    grid: { left, right, top, height, outerBoundsMode: "none" },
     xAxis: { type: "value", min: 0, max: length, show: false },
     yAxis: { type: "value", min: 0, max: 1, show: false },
     series: [{ type: "custom", renderItem: draw, data: [[0, 0]], silent: true, encode: { x: 0, y: 1 } }],
