@@ -55,13 +55,11 @@ def metrics(steps, rate=50.0, samples=32):
 def peaks(plan):
     """Return rows of metrics with the memory of each stage: 5% below the plan."""
     fields = {"held_bytes": 0, "weight_bytes": 0, "versions": 1, "in_flight": 1}
+    places = [(stage, rank) for stage in plan.stages for rank in stage.ranks]
+    sizes = [{"bytes": stage.peak_bytes * 19 // 20, "planned_bytes": stage.peak_bytes} for stage, _ in places]
     return [
-        {
-            "peak": {"stage": s.index, "rank": rank, "bytes": s.peak_bytes * 19 // 20, "planned_bytes": s.peak_bytes}
-            | fields
-        }
-        for s in plan.stages
-        for rank in s.ranks
+        {"peak": {"stage": stage.index, "rank": rank, **size, **fields}}
+        for (stage, rank), size in zip(places, sizes, strict=True)
     ]
 
 
