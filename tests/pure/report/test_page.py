@@ -123,11 +123,11 @@ def test_a_receive_is_idle_until_its_message_is_sent_and_then_a_transfer():
         Span(1, i[0, Op.FORWARD].__class__(Op.RECEIVE_FORWARD, 1, 0, 0, peer=0), 0.0, 4.0),
         Span(1, i[1, Op.FORWARD], 4.5, 6.0),
     )
-    made = Timeline("measured", 2, spans)
-    first, second = seconds_by_rank(made, rows_of(made))
+    timeline = Timeline("measured", 2, spans)
+    first, second = seconds_by_rank(timeline, rows_of(timeline))
     assert first == pytest.approx({"compute": 2.0, "step": 0.0, "transfer": 0.5, "host": 0.5, "idle": 3.0})
     assert second == pytest.approx({"compute": 1.5, "step": 0.0, "transfer": 1.5, "host": 0.5, "idle": 2.5})
-    assert clocks_agree(made)
+    assert clocks_agree(timeline)
     early = dataclasses.replace(spans[2], start_seconds=-3.0, end_seconds=-1.0)
     assert not clocks_agree(Timeline("measured", 2, (*spans[:2], early, spans[3])))
 
