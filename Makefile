@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check check
+.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools browser-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,7 +34,7 @@ coverage: $(READY) ## the branches of the planner, the schedules and their data 
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
-test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts
+test-all: $(READY) hosts-tools browser-tools ## all tests, also the slow ones and those on several hosts
 	$(BIN)/python -m pytest
 
 test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a real SLURM; needs root
@@ -42,6 +42,9 @@ test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a 
 
 hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
 	@bash tests/support/hosts/tools.sh
+
+browser-tools: ## Chromium, for the tests of report pages; without it they are skipped, and say so
+	@bash tests/support/browser.sh
 
 FUZZ ?= 3000
 fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=100000

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PlainResult,
         PlanResult,
         ProfileResult,
+        ReportResult,
         SimulateResult,
         TrainResult,
     )
@@ -218,6 +219,28 @@ class Pipeline:
 
         given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ExportOptions))
         return runs.export(table.export_settings(Path(output), self._run(run), given))
+
+    @_guarded
+    def report(
+        self,
+        output: table.StrPath = "report.html",
+        run: table.StrPath | None = None,
+        *,
+        on_progress: Progress | None = None,
+        **options: Unpack[table.ReportOptions],
+    ) -> ReportResult:
+        """Write a page about a run or the plan: one HTML file, which needs no network.
+
+        ``run``: a run directory, its name, or ``"plan"``; None for the run of the last ``train``, else the newest run
+        of the work directory, else the plan.
+        """
+        from autopipe.commands.reporting import report
+        from autopipe.commands.settings import ReportSettings
+
+        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ReportOptions))
+        subject = self._last_run if run is None else run
+        name = None if subject is None else str(subject)
+        return report(ReportSettings(Path(output), run=name, work_dir=Path(given["work_dir"])), on_progress)
 
     @_command
     def plain(

@@ -14,7 +14,7 @@ from autopipe.commands.inspecting.overview import locate
 from autopipe.commands.models import Model
 from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
-from autopipe.commands.store import Work
+from autopipe.commands.store import Store, Work
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.errors import RunError
@@ -41,11 +41,12 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
     """
     if given is not None:
         return locate(given, work_dir)[1]
-    runs = work_dir / "runs"
-    candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
-    with_checkpoint = [path for path in candidates if checkpoints.steps(RunDirectory(path).checkpoints)]
+    store = Store(work_dir)
+    with_checkpoint = [path for path in store.runs() if checkpoints.steps(RunDirectory(path).checkpoints)]
     if not with_checkpoint:
-        raise RunError(f"there is no run with a checkpoint in {runs}", remedy="autopipe train TARGET --gpus N")
+        raise RunError(
+            f"there is no run with a checkpoint in {store.path / 'runs'}", remedy="autopipe train TARGET --gpus N"
+        )
     return with_checkpoint[-1]
 
 

@@ -185,6 +185,12 @@ class ExportOptions(TypedDict, total=False):
     work_dir: StrPath | None
 
 
+class ReportOptions(TypedDict, total=False):
+    """Options of ``report``."""
+
+    work_dir: StrPath | None
+
+
 class SimulateOptions(OrderOptions, total=False):
     """Options of ``simulate``."""
 

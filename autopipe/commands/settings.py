@@ -242,3 +242,13 @@ class ExportSettings:
     format: str | None = None  # one of ``EXPORT_FORMATS``; None: by the suffix of ``output``
     model: ModelSettings = ModelSettings()  # the model named again, with its arguments; else that of the run
     averaged: bool = False  # write the averaged weights instead of the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSettings:
+    """A page about a plan or a run."""
+
+    output: Path
+    _: KW_ONLY
+    run: str | None = None  # a run directory, its name, or ``plan``; None: the newest run, else the plan
+    work_dir: Path = WORK_DIRECTORY

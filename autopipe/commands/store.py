@@ -68,6 +68,11 @@ class Store:
         """The measured links between two ranks of this machine."""
         return self.path / "links.json"
 
+    def runs(self) -> list[Path]:
+        """Return the directories of the runs, the newest last: their names are times."""
+        folder = self.path / "runs"
+        return sorted(path for path in folder.iterdir() if (path / "job.json").is_file()) if folder.is_dir() else []
+
     def renew(self, path: Path) -> str:
         """Return the command that writes an artifact again."""
         command = {

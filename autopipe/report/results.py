@@ -268,6 +268,18 @@ class PlainResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportResult:
+    """A page that ``report`` wrote."""
+
+    path: str
+    bytes: int
+    run_dir: str  # "" if the page is of the plan
+    steps: int  # of the run; 0 for a plan
+    # predicted, measured, memory, curves or explanation -> why the page does not have it
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class SweepRow:
     """One job of a sweep."""
 

@@ -4,12 +4,13 @@
 
     RUN/
       job.json plan.json graph.json      the description of the run
+      costs.json                         the costs from which the plan was predicted
       stages/stage_0.py ...              the code that each rank imports
       metrics.jsonl                      one line an optimizer step
       history.jsonl                      one line for each start, restart and end of a command that trains it
       logs/rank_0.log ...                the output of each rank
       checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
-      timeline.json                      the last recorded minibatch, if one was recorded
+      timeline.json                      all instructions of the last attempt, if it recorded them
 """
 
 from __future__ import annotations
@@ -153,6 +154,16 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The directory of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def costs(self) -> Path:
+        """The costs from which the plan was predicted."""
+        return self.path / "costs.json"
+
+    @property
+    def timeline(self) -> Path:
+        """The measured timeline."""
+        return self.path / "timeline.json"
 
     @property
     def metrics(self) -> Path:

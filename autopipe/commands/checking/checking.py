@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autopipe import __version__
 from autopipe.commands.apart.child import Link
 from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
@@ -26,7 +30,9 @@ from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.repeating import Repeating, begin, explain
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.ir import artifact
 from autopipe.ir.artifact import digest
+from autopipe.planning.cost.run_costs import RunCosts
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.runtime.compiled import refuse_uncompilable
@@ -46,6 +52,8 @@ def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
     """Write everything that the ranks need to the run directory ``path``, which can be used from any folder."""
     run = RunDirectory(path)
     run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
+    versions = {"autopipe": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
+    artifact.save(RunCosts.of(prepared.plan, prepared.profile, prepared.cluster, versions), run.costs)
     shutil.rmtree(run.stages, ignore_errors=True)
     # code for batches of other shapes is not copied: ranks write it, and its author in this folder is not known
     others = shutil.ignore_patterns("__pycache__", "shape_*", f"{EVALUATION}_*")

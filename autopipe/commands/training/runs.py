@@ -313,7 +313,7 @@ def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
         spans = tuple(
             replace(s, start_seconds=s.start_seconds - first, end_seconds=s.end_seconds - first) for s in listener.spans
         )
-        artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
+        artifact.save(Timeline("measured", world, spans), run.timeline)
 
 
 def _existing(settings: TrainSettings, locks: contextlib.ExitStack) -> tuple[Path, Checkpoint]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.gradients import num_buckets
+from autopipe.ir.graph import Graph
 from autopipe.ir.messages import Edge, MessagePlan, message_bytes
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
@@ -91,8 +92,12 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
 
 def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
     """Return the simulated timeline of some minibatches."""
-    lowered = lower(schedule_of(plan, num_minibatches), MessagePlan.of(plan, profile.graph).edges)
-    return simulate(lowered, costs_of(plan, profile, cluster))
+    return timeline_at(plan, profile.graph, costs_of(plan, profile, cluster), num_minibatches)
+
+
+def timeline_at(plan: Plan, graph: Graph, costs: Costs, num_minibatches: int = 1) -> Timeline:
+    """Return the simulated timeline of some minibatches at given costs."""
+    return simulate(lower(schedule_of(plan, num_minibatches), MessagePlan.of(plan, graph).edges), costs)
 
 
 def _program(plan: Plan, message_plan: MessagePlan, num_minibatches: int) -> Program:
