@@ -5,7 +5,7 @@
     RUN/
       job.json plan.json graph.json      the description of the run
       stages/stage_0.py ...              the code that each rank imports
-      metrics.jsonl                      one line an optimizer step
+      metrics.jsonl metrics.csv          one line an optimizer step, and one an evaluation
       logs/rank_0.log ...                the output of each rank
       checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
       timeline.json                      the last recorded minibatch, if one was recorded
@@ -119,15 +119,15 @@ class Job:
 
 def read_rows(metrics: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file that are complete; none without the file. A killed run leaves a part of one."""
-    try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        metrics.open(encoding="utf-8", errors="replace") as lines,
+    ):
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """The metrics: one JSON line per optimizer step."""
+        """The metrics: one JSON line per optimizer step and evaluation."""
         return self.path / "metrics.jsonl"
 
     def log(self, rank: int) -> Path:

@@ -68,8 +68,11 @@ class Attempts:
         stoppable = LAUNCHERS[self.settings.launch.name].stops_gracefully
         with stop.on_signals() if stoppable and self.stop_requested is None else contextlib.nullcontext():
             self._begin(start)
+            if start < 0:
+                self.listener.metrics.keep_before(None)
             while True:
                 self._clear(start)
+                self.listener.metrics.keep_before(max(start, 0))
                 try:
                     self._launch(stop if stoppable else None)
                     if self.listener.auditor is not None and not self.listener.stopped:
@@ -90,6 +93,7 @@ class Attempts:
                 finally:
                     if self.listener.auditor is not None:
                         self.listener.auditor.end()
+                    self.listener.metrics.close()
                     checkpoints.clear_unfinished(self.run.checkpoints)
 
     def _begin(self, start: int) -> None:
