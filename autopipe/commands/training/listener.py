@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopipe.commands.metrics.files import MetricsFiles
+from autopipe.commands.metrics.observers import Observers
 from autopipe.commands.settings import Events
 from autopipe.commands.training.auditing import Auditor, fields_of, report_of
 from autopipe.errors import RunError, counted
@@ -49,6 +50,7 @@ class Listener:
     other_data: Mapping[str, Any] | None = None
     completely_built: bool = False  # whether a rank said that it builds the complete model
     auditor: Auditor | None = None
+    observers: Observers | None = None
     audits: list[AuditReport] = field(default_factory=list)
     metrics: MetricsFiles = field(init=False)
     previous: float = 0.0  # when the last step of the attempt ended; 0: all ranks are not ready yet
@@ -78,6 +80,8 @@ class Listener:
         self.events("ranks", {"states": states})
         if self.auditor is not None:
             self.auditor.poll()
+        if self.observers is not None:
+            self.observers.poll()
 
     def _ready(self, event: Mapping[str, Any]) -> None:
         self.ready += 1
@@ -97,7 +101,10 @@ class Listener:
         if self.started:  # an evaluation without training leaves the files of the run unchanged
             now = time.time()
             row = {"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]}
-            self.metrics.write({**row, "seconds": now - self.started, "time": now})
+            row |= {"seconds": now - self.started, "time": now}
+            self.metrics.write(row)
+            if self.observers is not None:
+                self.observers.take("on_evaluate", row)
         self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
 
     def _audit(self, event: Mapping[str, Any]) -> None:
@@ -202,6 +209,8 @@ class Listener:
         }
         self.previous = self.ended
         self.metrics.write(row)
+        if self.observers is not None:
+            self.observers.take("on_step", row)
         self.events("step", row)
 
 
