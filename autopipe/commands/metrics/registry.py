@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from autopipe.runtime.job import RunDirectory
 
 # the name after --log, which is also the extra that installs it -> the package that is imported
-LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+LOGGERS = {"tensorboard": "tensorboard"}
 
 
 def refuse_missing(names: Sequence[str]) -> None:
     """Raise RunError for the first tool whose package is not installed, with the extra that installs it."""
     for name in names:
         spec = find_spec(LOGGERS[name])
-        if spec is None or spec.origin is None:  # a folder of that name is no package: wandb makes one
+        if spec is None or spec.origin is None:  # a folder of that name is no package
             raise RunError(
                 f"--log {name} needs the package {LOGGERS[name]}, which is not installed",
                 remedy=f"pip install 'autopipe-train[{name}]'",
