@@ -25,7 +25,7 @@ def refuse_missing(names: Sequence[str]) -> None:
     """Raise RunError for the first tool whose package is not installed, with the extra that installs it."""
     for name in names:
         spec = find_spec(LOGGERS[name])
-        if spec is None or spec.origin is None:  # a folder of that name is no package
+        if spec is None or spec.origin is None:  # a folder of that name has no origin
             raise RunError(
                 f"--log {name} needs the package {LOGGERS[name]}, which is not installed",
                 remedy=f"pip install 'autopipe-train[{name}]'",
