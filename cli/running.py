@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from autopipe.commands import options as table
+from autopipe.commands.metrics.registry import LOGGERS
 from autopipe.commands.settings import DATA_READERS, EXPORT_FORMATS
 from autopipe.launch.registry import LAUNCHERS
 from autopipe.pipeline import Pipeline
@@ -165,6 +166,16 @@ class Resuming(click.Command):
 )
 @options.option("--timeline", is_flag=True, help="Record the timeline of every rank.")
 @options.option("--measure-memory", is_flag=True, help="Measure the peak memory of each stage; slows the ranks down.")
+@options.option(
+    "--on-step", metavar="TARGET", help="(step, metrics), called by this process for each step; 'stop' ends the run."
+)
+@options.option("--on-evaluate", metavar="TARGET", help="(step, metrics), called for each evaluation, in the same way.")
+@options.option(
+    "--log",
+    type=types.one_of("logger", *LOGGERS),
+    multiple=True,
+    help="Also record the metrics with this tool, which must be installed. Repeatable.",
+)
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train in stages, after running every step that is missing or stale.
@@ -202,6 +213,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
         terminal.next("the same command with --resume")
         return failures.STOPPED
+    if result.stopped_by:
+        terminal.say(f"{result.stopped_by} ended the run at step {result.step}, with a checkpoint")
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
     return 0
 

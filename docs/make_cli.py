@@ -37,6 +37,7 @@ or the only `nn.Module` subclass that the file defines. Optional names in the sa
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
 | `after_step` | `(named_parameters, step)`, called after each optimizer step | none |
 | `evaluate_data` | as `data` | none |
+| `on_step`, `on_evaluate` | `(step, metrics)`, observe a run: [metrics.md](metrics.md#hooks) | none |
 | `split` | `(batch, parts) -> list of batches` | split along the samples: [batches.md](batches.md) |
 
 `loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable

@@ -160,6 +160,9 @@ class TrainOptions(PipelineOptions, LaunchOptions, total=False):
     run_dir: StrPath | None
     timeline: bool | None
     measure_memory: bool | None
+    on_step: Target | None
+    on_evaluate: Target | None
+    log: str | Sequence[str] | None
 
 
 class EvaluateOptions(TypedDict, total=False):
@@ -357,7 +360,7 @@ def train_settings(
     names = (
         *("steps", "epochs", "clip_grad_norm", "checkpoint_every", "audit_every", "deferred_batch_norm", "trust"),
         *("keep_checkpoints", "max_restarts", "elastic", "on_nonfinite", "init_from", "data_reader", "run_dir"),
-        *("measure_memory", "compile"),
+        *("measure_memory", "compile", "on_step", "on_evaluate", "log"),
     )
     resume = options.get("resume")
     resumes = resume is not None and resume is not False

@@ -208,6 +208,9 @@ class TrainSettings:
     new_rate: float | None = None  # a learning rate that replaces the one of the checkpoint
     audit_every: int | None = None  # steps; 0: never; None: as often as costs little
     compile: bool | None = None  # compile the stages; None: as in the resumed run, else not
+    on_step: str | Callable[..., Any] | None = None  # a TARGET or a function; None: that of the model file
+    on_evaluate: str | Callable[..., Any] | None = None  # the same
+    log: tuple[str, ...] = ()  # other tools that record the metrics, of ``LOGGERS``
 
     @property
     def restarts(self) -> int:

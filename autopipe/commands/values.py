@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autopipe.commands.metrics.registry import LOGGERS
 from autopipe.commands.options import CHOICES, LEAST, NEWEST, NUMBERS, SWITCHES, exclusive_pair
 from autopipe.errors import unknown_choice, with_article
 from autopipe.units import parse_bandwidth, parse_bytes
@@ -134,6 +135,26 @@ def _inputs(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _observer(value: Any) -> str | Callable[..., Any]:
+    """Return a TARGET text, or a function of any kind: no rank imports it."""
+    if isinstance(value, (str, os.PathLike)):
+        return str(os.fspath(value))
+    if not callable(value):
+        raise ValueError(f"on_step and on_evaluate must be a function or a TARGET text, got {value!r}")
+    function: Callable[..., Any] = value
+    return function
+
+
+def _loggers(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)):
+        raise ValueError(f"log must be a name or a list of names, got {value!r}")
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(unknown_choice("logger", str(name), LOGGERS))
+    return tuple(dict.fromkeys(names))
+
+
 def _audits(value: Any) -> int | None:
     if value == "auto":
         return None
@@ -204,6 +225,9 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "audit_every": _audits,
     "schedule": _schedule,
     "tensor_parallel": _team,
+    "on_step": _observer,
+    "on_evaluate": _observer,
+    "log": _loggers,
 }
 
 

@@ -230,6 +230,7 @@ class TrainResult:
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
     modules: tuple[str, ...] = ()  # by stage, the names of its modules
     device_flops_per_second: float = 0.0  # model FLOP/s of one rank, on average; 0 if the profile has no operations
+    stopped_by: str = ""  # the hook that ended the run early, with a checkpoint; ``stopped`` is then False
     mfu: float | None = None  # relative to the peak of its datasheet; see ``planning.cost.datasheets.utilization``
 
 

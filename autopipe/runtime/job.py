@@ -6,7 +6,7 @@
       job.json plan.json graph.json      the description of the run
       costs.json                         the costs from which the plan was predicted
       stages/stage_0.py ...              the code that each rank imports
-      metrics.jsonl                      one line an optimizer step
+      metrics.jsonl metrics.csv          one line an optimizer step, and one an evaluation
       history.jsonl                      one line for each start, restart and end of a command that trains it
       logs/rank_0.log ...                the output of each rank
       checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
@@ -125,18 +125,14 @@ def read_rows(metrics: Path, last_bytes: int = 0) -> Iterator[dict[str, Any]]:
 
     ``last_bytes``: only the rows in the last bytes of the file; 0: all.
     """
-    try:
-        with metrics.open("rb") as file:
-            if last_bytes and metrics.stat().st_size > last_bytes:
-                file.seek(-last_bytes, os.SEEK_END)
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), metrics.open("rb") as file:
+        if last_bytes and metrics.stat().st_size > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
+        for line in file:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line.decode("utf-8", "replace"))
+                if isinstance(row, dict):
+                    yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """The metrics: one JSON line per optimizer step."""
+        """The metrics: one JSON line per optimizer step and evaluation."""
         return self.path / "metrics.jsonl"
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import declared
-from autopipe.workload.hooks.hook import find_hooks
+from autopipe.workload.hooks.hook import Hook, find_hooks, find_observers
 from autopipe.workload.hooks.loss import LossFunction
 from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.hooks.stepping import Stepping
@@ -56,6 +56,7 @@ class Workload:
         target = Target.parse(spec.target)
         with seeded(spec.seed):  # the import may build a model
             module = import_target(target)
+        self._module, self._label = module, target.label
         self._path = getattr(module, "__file__", None) or ""
         self.builder = find_builder(module, target.attribute, target.label, spec.arguments)
         with seeded(spec.seed):  # a file of hooks draws the same numbers in every process that imports it
@@ -122,6 +123,13 @@ class Workload:
     def functions(self) -> dict[str, Any]:
         """Return the functions and iterables of the hooks, by name of the hook."""
         return {name: hook.function for name, hook in self.hooks.items()}
+
+    def observers(self, given: Mapping[str, str | Callable[..., Any]]) -> dict[str, Hook]:
+        """Return the hooks ``on_step`` and ``on_evaluate`` of the file, each replaced by a given one.
+
+        Raises: ModelFileError for one that does not exist or has another signature.
+        """
+        return find_observers(self._module, self._label, given)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Attempts:
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
+    stopped_by: str = ""  # what requested the stop of the run, such as SIGTERM; "" without a request
 
     @property
     def steps(self) -> int:
@@ -74,15 +75,21 @@ class Attempts:
         AuditError for a step that differs from plain training, after moving the later checkpoints aside.
         """
         stop = StopRequest(self.stop_requested)
+        if self.listener.observers is not None:
+            self.listener.observers.ask = stop.ask
         stoppable = LAUNCHERS[self.settings.launch.name].stops_gracefully
         with stop.on_signals() if stoppable and self.stop_requested is None else contextlib.nullcontext():
             self._begin(start)
+            if start < 0:
+                self.listener.metrics.keep_before(None)
             while True:
                 self._clear(start)
+                self.listener.metrics.keep_before(max(start, 0))
                 try:
                     self._launch(stop if stoppable else None)
                     if self.listener.auditor is not None and not self.listener.stopped:
                         self.listener.auditor.finish(lambda: bool(stop.signal_name))
+                    self.stopped_by = stop.signal_name
                     return
                 except AuditError as error:
                     self._clear(error.step)
@@ -99,6 +106,7 @@ class Attempts:
                 finally:
                     if self.listener.auditor is not None:
                         self.listener.auditor.end()
+                    self.listener.metrics.close()
                     checkpoints.clear_unfinished(self.run.checkpoints)
 
     def _begin(self, start: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopipe.commands.metrics.files import MetricsFiles
+from autopipe.commands.metrics.observers import Observers
 from autopipe.commands.settings import Events
 from autopipe.commands.training.auditing import Auditor, fields_of, report_of
 from autopipe.errors import RunError, counted
@@ -20,7 +21,6 @@ from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
-from autopipe.units import finite
 
 
 @dataclass(slots=True)
@@ -50,11 +50,17 @@ class Listener:
     other_data: Mapping[str, Any] | None = None
     completely_built: bool = False  # whether a rank said that it builds the complete model
     auditor: Auditor | None = None
+    observers: Observers | None = None
     audits: list[AuditReport] = field(default_factory=list)
+    metrics: MetricsFiles = field(init=False)
+    previous: float = 0.0  # when the last step of the attempt ended; 0: all ranks are not ready yet
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsFiles(self.run)
 
     def begin(self, world_size: int) -> None:
         """Begin an attempt."""
-        self.world_size, self.ready, self.reached = world_size, 0, 0
+        self.world_size, self.ready, self.reached, self.previous = world_size, 0, 0, 0.0
         self.devices.clear()
         self.other_data = None
 
@@ -65,7 +71,7 @@ class Listener:
     def restarted(self, restart: Restart) -> None:
         """Discard the losses of the steps that will be repeated, and record the restart in the metrics."""
         self.losses = {step: loss for step, loss in self.losses.items() if step < restart.from_step}
-        self._write({"restart": restart.number, "from_step": restart.from_step, "ranks": restart.ranks})
+        self.metrics.write({"restart": restart.number, "from_step": restart.from_step, "ranks": restart.ranks})
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Take an event of a rank, or a tick of the supervisor. An event without a handler is ignored."""
@@ -78,11 +84,14 @@ class Listener:
         self.events("ranks", {"states": states})
         if self.auditor is not None:
             self.auditor.poll()
+        if self.observers is not None:
+            self.observers.poll()
 
     def _ready(self, event: Mapping[str, Any]) -> None:
         self.ready += 1
-        if self.ready == self.world_size and not self.started:
-            self.started = time.time()
+        if self.ready == self.world_size:
+            self.previous = time.time()
+            self.started = self.started or self.previous
 
     def _device(self, event: Mapping[str, Any]) -> None:
         self.devices[event["rank"]] = event["index"], event["others"]
@@ -98,7 +107,12 @@ class Listener:
     def _evaluation(self, event: Mapping[str, Any]) -> None:
         self.evaluation = event
         if self.started:  # an evaluation without training leaves the files of the run unchanged
-            self._write({"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]})
+            now = time.time()
+            row = {"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]}
+            row |= {"seconds": now - self.started, "time": now}
+            self.metrics.write(row)
+            if self.observers is not None:
+                self.observers.take("on_evaluate", row)
         self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
 
     def _audit(self, event: Mapping[str, Any]) -> None:
@@ -135,7 +149,7 @@ class Listener:
     def _peak(self, event: Mapping[str, Any]) -> None:
         peak = StagePeak(**{field.name: event[field.name] for field in dataclasses.fields(StagePeak)})
         self.peaks.append(peak)
-        self._write({"peak": dataclasses.asdict(peak)})
+        self.metrics.write({"peak": dataclasses.asdict(peak)})
         self.events("peak", dataclasses.asdict(peak))
 
     def _copied(self, event: Mapping[str, Any]) -> None:
@@ -151,7 +165,7 @@ class Listener:
         """Record the result of an audit."""
         self.audits.append(report_of(result))
         fields = fields_of(result)
-        self._write({"audit": fields["step"], **{key: value for key, value in fields.items() if key != "step"}})
+        self.metrics.write({"audit": fields["step"], **{key: value for key, value in fields.items() if key != "step"}})
         self.events("audit", fields)
 
     def nonfinite(self) -> RunError | None:
@@ -185,31 +199,27 @@ class Listener:
         self.samples += event["samples"]
         self.ended = event["time"]
         seconds = max(self.ended - self.started, 1e-9)
-        line = {
-            "step": event["step"],
-            "loss": event["loss"],
+        rates = event.get("learning_rates", ())
+        row = {"step": event["step"], "loss": event["loss"]}
+        if rates:
+            row["learning_rate"] = rates[0]
+        if len(set(rates)) > 1:
+            row["learning_rates"] = list(rates)
+        if "gradient_norm" in event:
+            row["gradient_norm"] = event["gradient_norm"]
+        row |= {
             "samples": event["samples"],
             "seconds": seconds,
             "samples_per_second": self.samples / seconds,
+            "step_seconds": max(self.ended - (self.previous or self.started), 0.0),
+            "skipped": event.get("skipped", False),
+            "time": self.ended,
         }
-        self._write(line)
-        self.events("step", line)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        try:
-            with self.run.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
-        except OSError as error:  # the message of a full disk does not name the file
-            raise RunError(
-                f"the metrics cannot be written: {error.strerror}",
-                where=str(self.run.metrics),
-                remedy="free space on that disk, or choose another one (--run-dir)",
-            ) from None
-
-
-def _number(value: Any) -> Any:
-    """Return a value that JSON can represent: None for NaN and infinities."""
-    return finite(value) if isinstance(value, float) else value
+        self.previous = self.ended
+        self.metrics.write(row)
+        if self.observers is not None:
+            self.observers.take("on_step", row)
+        self.events("step", row)
 
 
 _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {

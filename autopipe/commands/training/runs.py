@@ -19,6 +19,9 @@ from autopipe.commands.exporting import export
 from autopipe.commands.finished import evaluate, find_run
 from autopipe.commands.inspecting import history
 from autopipe.commands.locks import only_one
+from autopipe.commands.metrics.observers import Observers, hooks_of
+from autopipe.commands.metrics.registry import begin as begin_loggers
+from autopipe.commands.metrics.registry import refuse_missing
 from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
 from autopipe.commands.steps import Prepared, batch_size_of, prepare
@@ -75,6 +78,7 @@ def train(
             "--elastic is not available with --launcher env, where the cluster determines the number of ranks",
             remedy="use --max-restarts instead, or restart the job on fewer ranks with --resume",
         )
+    refuse_missing(settings.log)
     settings = _with_devices(settings)
     with contextlib.ExitStack() as locks:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating(settings.plan.work_dir) as repeating:
@@ -90,11 +94,10 @@ def train(
             if settings.data_reader == "auto" and prepared.plan.num_processes > 1:
                 begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
                 prepared = _covered(settings, prepared, repeating, progress)
-            for note in prepared.notes:
-                events("note", {"text": note})
-            for warning in prepared.warnings:
-                events("note", {"text": f"warning: {warning}"})
+            for text in (*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)):
+                events("note", {"text": text})
             events("plan", {"plan": prepared.plan})
+            observers = _observers(settings, prepared, events)
             if settings.compile:
                 refuse_uncompilable(prepared.plan)
             if settings.evaluate_every:
@@ -106,9 +109,7 @@ def train(
                     events("note", {"text": note})
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
-            if auditing.interval(settings, prepared) and (misfit := auditing.memory_shortfall(prepared)):
-                events("note", {"text": misfit})
-                settings = replace(settings, audit_every=0)
+            settings = _with_audits(settings, prepared, events)
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
@@ -127,7 +128,25 @@ def train(
                 path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
-        return _launch(settings, prepared, run, start, events, rendezvous, stop)
+        observers.loggers = begin_loggers(settings.log, run, max(start, 0), prepared.plan)
+        return _launch(settings, prepared, run, start, events, observers, rendezvous, stop)
+
+
+def _with_audits(settings: TrainSettings, prepared: Prepared, events: Events) -> TrainSettings:
+    """Return the settings, without audits if the memory is too small for them."""
+    if auditing.interval(settings, prepared) and (misfit := auditing.memory_shortfall(prepared)):
+        events("note", {"text": misfit})
+        return replace(settings, audit_every=0)
+    return settings
+
+
+def _observers(settings: TrainSettings, prepared: Prepared, events: Events) -> Observers:
+    """Return the observers of the run, without its loggers. Raises: ModelFileError for a hook that is wrong."""
+    hooks = hooks_of(settings, prepared.workload)
+    if "on_evaluate" in hooks and not settings.evaluate_every:
+        label = hooks["on_evaluate"].label
+        events("note", {"text": f"{label} is not called: nothing is evaluated without --eval-every"})
+    return Observers(hooks, events)
 
 
 def _with_devices(settings: TrainSettings) -> TrainSettings:
@@ -251,6 +270,7 @@ def _launch(
     run: RunDirectory,
     start: int,
     events: Events,
+    observers: Observers,
     rendezvous: Rendezvous | None,
     stop: Callable[[], bool] | None,
 ) -> TrainResult:
@@ -269,9 +289,16 @@ def _launch(
         rendezvous,
         stop,
     )
+    listener.observers = observers
     begun = history.Begun(attempts.steps, max(start, 0), world, prepared.plan.schedule)
-    with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
-        attempts.follow(start)
+    try:
+        with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
+            attempts.follow(start)
+    except BaseException:
+        observers.finish(ok=False)
+        raise
+    observers.finish()
+    by_hook = listener.stopped and bool(observers.stopped_by) and attempts.stopped_by == observers.stopped_by
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_processes)
     seconds = max(listener.ended - listener.started, 0.0)
@@ -288,7 +315,8 @@ def _launch(
         run_dir=str(run.path),
         predicted_samples_per_second=plan.predicted.samples_per_second,
         checkpoint=listener.checkpoint or _latest(run),
-        stopped=listener.stopped,
+        stopped=listener.stopped and not by_hook,
+        stopped_by=observers.stopped_by if by_hook else "",
         notes=prepared.notes,
         restarts=tuple(attempts.restarts),
         step=listener.done(start),

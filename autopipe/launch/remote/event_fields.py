@@ -48,7 +48,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "exit": {"code": int | None, "time_ns": int},
 }
 # fields that an event of the kind may lack
-OPTIONAL: dict[str, dict[str, Any]] = {"error": {"out_of_memory": OutOfMemory}}
+OPTIONAL: dict[str, dict[str, Any]] = {
+    "error": {"out_of_memory": OutOfMemory},
+    "step": {"learning_rates": tuple[float, ...], "gradient_norm": float, "skipped": bool},
+}
 
 
 def problem(event: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def page_of(subject: Subject) -> Page:
     measured_rows = timelines.rows_of(window.timeline) if window is not None else []
     times = [timelines.seconds_by_rank(timeline, predicted_rows)] if timeline is not None else [[]]
     times.append(timelines.seconds_by_rank(window.timeline, measured_rows) if window is not None else [])
-    unit = timelines.unit_of([t for t in (timeline, window and window.timeline) if t is not None])
+    unit = timelines.unit_of([t for t in (timeline, window.timeline if window is not None else None) if t is not None])
     data = {
         "model": module_tree(subject.graph, plan, subject.profile),
         "stages": [_stage(plan, stage.index) for stage in plan.stages],

@@ -1,4 +1,4 @@
-"""The factor that clips the norm of all gradients over all stages."""
+"""The norm of all gradients over all stages, and the factor that clips it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ def norms_of(owned: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, torch.Ten
     return {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
 
 
-def clip_factor(
+def global_norm(
     contributed: Sequence[str],
     values: torch.Tensor,
     trainable: Sequence[str],
-    limit: float,
     dtype: torch.dtype,
     agree: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the factor, from the norm over all stages. Tied parameters count once.
+    """Return the norm over all stages, a scalar on the host. Tied parameters count once.
 
     The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``contributed`` are the
     parameters whose norms, ``values``, this rank contributes. ``agree`` sums a vector over all ranks.
@@ -34,5 +33,10 @@ def clip_factor(
     norms[0, places] = values
     norms[1, places] = 1.0
     norms = agree(norms)
-    total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
-    return torch.clamp(limit / (total + 1e-6), max=1.0)
+    total: torch.Tensor = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
+    return total
+
+
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the factor of all gradients whose norm exceeds ``limit``; 1 otherwise."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)

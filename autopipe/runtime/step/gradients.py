@@ -16,7 +16,7 @@ from autopipe.errors import RunError
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.step.agreement import Agreement
-from autopipe.runtime.step.clipping import clip_factor, norms_of
+from autopipe.runtime.step.clipping import clip_factor, global_norm, norms_of
 from autopipe.runtime.step.finite import first_nonfinite, largest
 from autopipe.runtime.step.losses import LossCollector
 from autopipe.runtime.step.scalars import copied_to, read_together
@@ -25,6 +25,14 @@ from autopipe.team import Alone, Team
 
 GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
 """Called with (stage, minibatch, parameters) when the gradients of a stage are complete, before clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What the ranks agreed on for one minibatch."""
+
+    skip: bool  # the step is skipped
+    norm: float | None = None  # of all gradients, before they were clipped; None without clipping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +59,8 @@ class GradientFinisher:
     # the parameters of which each member of the team has a part
     cut: Set[str] = frozenset()
 
-    def finish(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> bool:
-        """Change the gradients of the ``owned`` parameters, by stage, in place. Return whether the step is skipped.
+    def finish(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> Finished:
+        """Change the gradients of the ``owned`` parameters, by stage, in place.
 
         Raises: RunError if a loss or gradient is not finite and the policy is "stop".
         """
@@ -91,12 +99,12 @@ class GradientFinisher:
                 values = read_together(list(norms.values()))
             if self.team.size > 1:
                 values = self._of_team(list(norms), values)
-            factor = clip_factor(
-                list(norms), values, self.trainable, self.clip_norm, self.norm_dtype, self.agreement.sum
-            )
+            norm = global_norm(list(norms), values, self.trainable, self.norm_dtype, self.agreement.sum)
+            factor = clip_factor(norm, self.clip_norm)
             for device, on_device in _by_device(gradients).items():  # those of spilled stages may be on the host
                 torch._foreach_mul_(on_device, copied_to(device, factor))
-        return skip
+            return Finished(skip, float(norm))
+        return Finished(skip)
 
     def _of_team(self, names: Sequence[str], norms: torch.Tensor) -> torch.Tensor:
         """Return the norms of complete gradients, from those of a member's parts."""

@@ -66,6 +66,10 @@ class Stepper:
     samples: dict[int, int] = field(default_factory=dict)
     _stepped: list[int] = field(default_factory=list)
     _skip: bool = False
+    # the norm of all gradients before they were clipped
+    _norm: float | None = None
+    # the learning rates of this step, of all parameter groups of the first stage here that trains something
+    _rates: tuple[float, ...] = ()
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -127,6 +131,8 @@ class Stepper:
             self.averages.update(stage)
         self.ties.broadcast_values(stage)
         self.runners[stage].versions.end_step()
+        if not self._rates:
+            self._rates = _rates_of(self.optimizers[stage])
         scheduler = self.schedulers[stage]
         if scheduler is not None and not self._skip:
             scheduler.step()
@@ -138,6 +144,7 @@ class Stepper:
             if self.scaler is not None:
                 self.scaler.update(self._skip)
             self._report(minibatch)
+            self._rates = ()
 
     def _prepare(self, stages: Sequence[int], minibatch: int) -> None:
         """Complete the gradients of stages, agree on them with the other ranks, and step first if any are lent."""
@@ -145,7 +152,8 @@ class Stepper:
             self._complete(stage, minibatch)
         for stage in stages:
             self.ties.sum_gradients(stage)
-        self._skip = self.gradients.finish(minibatch, {stage: self.owned(stage) for stage in stages})
+        finished = self.gradients.finish(minibatch, {stage: self.owned(stage) for stage in stages})
+        self._skip, self._norm = finished.skip, finished.norm
         if self._lends:
             for stage in self.runners:
                 self._optimize(stage)
@@ -191,4 +199,20 @@ class Stepper:
             policy = "skip" if skipped else "warn"
             place = self.loss.stage + 1
             self.reporter.event("nonfinite", step=minibatch, what=f"its loss is {loss}", place=place, policy=policy)
-        self.reporter.event("step", step=minibatch, loss=loss, samples=samples, time=time.time())
+        fields = {} if self._norm is None else {"gradient_norm": self._norm}
+        self.reporter.event(
+            "step",
+            step=minibatch,
+            loss=loss,
+            samples=samples,
+            time=time.time(),
+            learning_rates=list(self._rates),
+            skipped=self._skip,
+            **fields,
+        )
+
+
+def _rates_of(optimizer: Optimizer | None) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group; () if the optimizer has none."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return tuple(float(group["lr"]) for group in groups if "lr" in group)

@@ -11,7 +11,11 @@ scheduler          (optimizer) -> LRScheduler            none
 after_step         (named_parameters, step)              nothing happens after a step
 evaluate_data      as ``data``                           none
 split              (batch, parts) -> list of batches     cut along the samples
+on_step            (step, metrics)                       nothing is called
+on_evaluate        (step, metrics)                       nothing is called
 =================  ====================================  ===============================================
+
+The last two observe a run: only the command calls them, and no rank does.
 
 ``own_loss`` handles a loss that is a module with parameters.
 """
@@ -39,7 +43,9 @@ HOOKS = {
     "after_step": "(named_parameters, step) -> None",
     "evaluate_data": "(batch_size) or () -> iterable of (inputs, target) or dict",
 }
+OBSERVERS = dict.fromkeys(("on_step", "on_evaluate"), '(step, metrics) -> None or "stop"')
 _ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "after_step": 2}
+_ARGUMENTS |= dict.fromkeys(OBSERVERS, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,26 @@ def find_hooks(
     return hooks
 
 
+def find_observers(module: ModuleType, label: str, given: Mapping[str, str | Callable[..., Any]]) -> dict[str, Hook]:
+    """Return the hooks that observe a run; ``given``: TARGET texts or functions that replace those of the file.
+
+    Raises: ModelFileError for one that does not exist or has another signature.
+    """
+    path = getattr(module, "__file__", None) or ""
+    hooks = {}
+    for name in OBSERVERS:
+        value = given.get(name)
+        if isinstance(value, str):
+            hooks[name] = _from_option(name, value, module, label)
+        elif value is not None:
+            code = getattr(value, "__code__", None)
+            own = "" if code is None else code.co_filename
+            hooks[name] = _checked(Hook(name, value, getattr(value, "__qualname__", type(value).__name__), own))
+        elif vars(module).get(name) is not None:
+            hooks[name] = _checked(Hook(name, vars(module)[name], label, path))
+    return hooks
+
+
 def _is_split(value: Any, module: str) -> bool:
     """Return whether ``split`` of a file is the hook: a function ``split(batch, parts)`` of that file.
 
@@ -177,7 +203,7 @@ def _instance(value: Any, name: str, label: str, path: str) -> Any:
 
 
 def _checked(hook: Hook) -> Hook:
-    value, wanted = hook.function, f"expected {hook.name}{HOOKS[hook.name]}"
+    value, wanted = hook.function, f"expected {hook.name}{(HOOKS | OBSERVERS)[hook.name]}"
     if not callable(value):
         if (
             hook.name in ("data", "evaluate_data")
