@@ -1,6 +1,7 @@
 """Every command, option and name of autopipe in the documentation exists, also in blocks that no test runs."""
 
 import ast
+import contextlib
 import importlib
 import re
 from pathlib import Path
@@ -20,7 +21,8 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 PROGRAMS = {"make", "python", "python3", "pip", "ruff", "mypy", "pytest"}
 STARTERS = {"torchrun", "srun", "mpirun", "salloc", "sbatch", "accelerate", "deepspeed", "docker", "sky", "kubectl"}
 METHODS = {"Pipeline": options.PipelineOptions, "profile": options.ProfileOptions, "plan": options.PlanOptions}
-METHODS |= {"check": options.CheckOptions, "train": options.TrainOptions}
+METHODS |= {"check": options.CheckOptions, "train": options.TrainOptions, "simulate": options.SimulateOptions}
+METHODS |= {"evaluate": options.EvaluateOptions, "export": options.ExportOptions, "plain": options.PlainOptions}
 OWN_PARAMETERS = {"estimate", "explain", "on_progress", "on_event", "stop", "devices"}
 
 
@@ -64,6 +66,7 @@ def test_every_marker_is_known(page):
 @pytest.mark.usefixtures("any_path")
 @pytest.mark.parametrize("block", SHELL, ids=by_name)
 def test_a_command_exists(block):
+    changed_copy = block.markers.get("not run") == "applies to a changed copy of autopipe"
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert block.commands
     for first, *words in block.commands:
@@ -74,7 +77,9 @@ def test_a_command_exists(block):
         elif "autopipe" in words and name in STARTERS:
             parse(words[words.index("autopipe") + 1 :])
         elif name == "autopipe":
-            parse(words)
+            # a schedule or a launcher that the page adds is unknown here
+            with contextlib.suppress(click.BadParameter) if changed_copy else contextlib.nullcontext():
+                parse(words)
         else:
             assert name in PROGRAMS | STARTERS
             assert name in PROGRAMS or not block.runs
