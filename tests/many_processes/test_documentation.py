@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ EXECUTED += [page for page in PAGES if page.name == "library.md"]
 LIMIT = 280  # seconds for a command
 STOPPED = 75  # the exit code of a run that was interrupted and has saved
 # a page that is executed with every change; `make test-all` executes all
-CHEAP = ROOT / "docs" / "guides" / "diffusion.md"
+CHEAP = ROOT / "docs" / "guides" / "encoder.md"
 MISSING = {"lightning": "needs the package lightning, which the tests do not install"}
 
 
@@ -27,12 +28,13 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-def interrupted(command: list[str], folder: Path, text: str) -> tuple[int, str]:
-    """Start a command, interrupt it once it has printed a text, and return its exit code and its output."""
+def output_of(command: list[str], folder: Path, interrupt_at: str | None = None) -> tuple[int, str]:
+    """Run a command, and interrupt it once it has printed a text. Returns its exit code and its output."""
     process = subprocess.Popen(
         command,
         cwd=folder,
         env=environment(),
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,11 +42,11 @@ def interrupted(command: list[str], folder: Path, text: str) -> tuple[int, str]:
     )
     limit = threading.Timer(LIMIT, os.killpg, (process.pid, signal.SIGKILL))
     limit.start()
+    printed = ""
     try:
-        printed = ""
         assert process.stdout is not None
         for line in process.stdout:
-            if text in line and text not in printed:
+            if interrupt_at is not None and interrupt_at in line and interrupt_at not in printed:
                 process.send_signal(signal.SIGINT)
             printed += line
         return process.wait(), printed
@@ -53,34 +55,20 @@ def interrupted(command: list[str], folder: Path, text: str) -> tuple[int, str]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
 
 
-def executed(block: Block, folder: Path) -> str:
-    """Run the commands of a block, and return what they printed."""
-    printed = ""
+def output_of_block(block: Block, folder: Path) -> str:
+    """Run the commands of a block, and return what they printed. Every exit code must be as the page says."""
     place = block.markers.get("Ctrl-C at")
-    commands = block.commands
-    for command in commands:
-        expected = int(block.markers.get("exit code", "0")) if command is commands[-1] else 0
-        if place is not None:
-            assert len(commands) == 1
-            expected = STOPPED
-            code, output = interrupted(command, folder, place)
-            assert place in output
-        else:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-                timeout=LIMIT,
-            )
-            code, output = done.returncode, done.stdout
-        assert code == expected, f"{block.name}: {' '.join(command)} exited with {code}\n{output}"
+    last = STOPPED if place is not None else int(block.markers.get("exit code", "0"))
+    printed = ""
+    for number, command in enumerate(block.commands, 1):
+        at_end = number == len(block.commands)
+        code, output = output_of(command, folder, place if at_end else None)
         printed += output
+        expected = last if at_end else 0
+        assert code == expected, f"{block.name}: {' '.join(command)} exited with {code}\n{output}"
     return printed
 
 
@@ -89,30 +77,28 @@ def run_page(page: Path, folder: Path) -> None:
     (folder / "sample_models").symlink_to(ROOT / "sample_models")
     on_page = [block for block in blocks(page) if block.runs]
     named = {word for block in on_page if block.language == "sh" for words in block.commands for word in words}
+    imported = {name for block in on_page if block.language == "python" for name in imports_of(block)}
     printed: str | None = None  # what the commands right above printed
     for block in on_page:
+        if block.language == "sh":
+            printed = output_of_block(block, folder)
+            continue
         if block.file is not None:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
-            if block.language == "python" and block.file not in named and Path(block.file).stem not in named:
-                done = subprocess.run(
-                    [sys.executable, block.file],
-                    cwd=folder,
-                    env=environment(),
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=LIMIT,
-                )
-                assert done.returncode == 0, f"{block.name}\n{done.stderr}"
-        elif block.language == "sh":
-            printed = executed(block, folder)
-            continue
+            if path.suffix == ".py" and block.file not in named and path.stem not in imported:
+                code, output = output_of([sys.executable, block.file], folder)
+                assert code == 0, f"{block.name}: {block.file} exited with {code}\n{output}"
         elif block.language == "text" and printed is not None and "output varies" not in block.markers:
-            missing = missing_lines(block.text, printed)
+            missing = missing_lines(block.text, printed.replace(f"{folder}/", ""))
             assert missing == [], f"{block.name} shows lines that no command printed; it printed:\n{printed}"
         printed = None
+
+
+def imports_of(block: Block) -> set[str]:
+    """Return the names of the modules that a block imports."""
+    return set(re.findall(r"^ *(?:from|import) (\w+)", block.text, re.M))
 
 
 def skip_without_packages(page: Path) -> None:

@@ -26,7 +26,7 @@ REASONS = {
     "needs several hosts",
     "needs SLURM",
     "needs Ray",
-    "needs files of your own",
+    "your own file",
     "needs another package",
     "installs packages",
     "applies to a changed copy of autopipe",
@@ -83,13 +83,12 @@ class Block:
 
 
 def markers_above(text: str) -> dict[str, str]:
-    """Return the markers at the end of the text above a block. Other comments are left out."""
+    """Return the comments at the end of the text above a block, also those that are no markers."""
     match = _MARKERS.search(text)
     markers = {}
     for comment in re.findall(r"<!-- *(.*?) *-->", match[0] if match else ""):
         key, _, value = comment.partition(":")
-        if key in KEYS:
-            markers[key] = value.strip()
+        markers[key] = value.strip()
     return markers
 
 

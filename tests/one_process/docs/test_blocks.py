@@ -56,10 +56,11 @@ def test_the_pages_have_blocks():
 def test_every_marker_is_known(page):
     text = page.read_text(encoding="utf-8")
     outside = re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", text, flags=re.M | re.S)
-    comments = re.findall(r"<!-- *(.*?) *-->", outside, re.S)
-    assert [comment for comment in comments if comment.partition(":")[0] not in KEYS] == []
+    comments = [comment.partition(":")[0] for comment in re.findall(r"<!-- *(.*?) *-->", outside, re.S)]
     marked = [block for block in blocks(page) if block.markers]
-    assert sum(len(block.markers) for block in marked) == len(comments), "a marker is not right above a block"
+    assert [block.name for block in marked if not block.markers.keys() <= KEYS] == []
+    given = sum(len(block.markers) for block in marked)
+    assert sum(key in KEYS for key in comments) == given, "a marker is not right above a block"
     assert [block.name for block in marked if not block.runs and block.markers["not run"] not in REASONS] == []
 
 
