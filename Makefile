@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools browser-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check check
+.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools browser-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check docs-site check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -128,13 +128,19 @@ bench-spilled: $(READY) ## a model eight times as large as its device; ARGUMENTS
 bench-megatron: $(READY) ## the planner's choice and prediction for Megatron-LM's models of 1.7 B to 1 T parameters
 	$(BIN)/python benchmarks/megatron.py $(ARGUMENTS)
 
-docs: $(READY) ## write docs/cli.md from --help, and docs/troubleshooting.md from the messages
+docs: $(READY) ## write docs/cli.md from --help, docs/api.md from docstrings, and docs/troubleshooting.md from the messages
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_troubleshooting.py
 
-docs-check: $(READY) ## compare docs/cli.md and docs/troubleshooting.md with the source
+docs-check: $(READY) ## compare the generated pages of docs/ with the source
 	$(BIN)/python docs/make_cli.py --check
+	$(BIN)/python docs/make_api.py --check
 	$(BIN)/python docs/make_troubleshooting.py --check
+
+docs-site: $(READY) ## the pages as a site that works offline, in build/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/site-doctrees . build/site
+	@echo build/site/index.html
 
 check: lint types docs-check ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
 	@$(MAKE) --no-print-directory zoo-dozen
