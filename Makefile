@@ -125,13 +125,15 @@ bench-spilled: $(READY) ## a model eight times as large as its device; ARGUMENTS
 bench-megatron: $(READY) ## the planner's choice and prediction for Megatron-LM's models of 1.7 B to 1 T parameters
 	$(BIN)/python benchmarks/megatron.py $(ARGUMENTS)
 
-docs: $(READY) ## write docs/cli.md from --help, and docs/troubleshooting.md from the messages
+docs: $(READY) ## write docs/cli.md from --help, docs/troubleshooting.md from the messages, and the pictures
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_troubleshooting.py
+	$(BIN)/python docs/make_pictures.py
 
-docs-check: $(READY) ## compare docs/cli.md and docs/troubleshooting.md with the source
+docs-check: $(READY) ## compare docs/cli.md, docs/troubleshooting.md and the pictures with the source
 	$(BIN)/python docs/make_cli.py --check
 	$(BIN)/python docs/make_troubleshooting.py --check
+	$(BIN)/python docs/make_pictures.py --check
 
 check: lint types docs-check ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
 	@$(MAKE) --no-print-directory zoo-dozen

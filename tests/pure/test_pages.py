@@ -1,4 +1,4 @@
-"""The pages: their links have targets, and the troubleshooting page has the messages of the source."""
+"""The pages: their links have targets; the troubleshooting page and the pictures are those of the source."""
 
 import re
 import subprocess
@@ -40,9 +40,10 @@ def test_prose_keeps_the_width_of_the_code(page):
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
 
 
-def test_the_troubleshooting_page_has_the_messages_of_the_source():
+@pytest.mark.parametrize("script", ["make_troubleshooting.py", "make_pictures.py"])
+def test_generated_pages_and_pictures_are_those_of_the_source(script):
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "make_troubleshooting.py", "--check"],
+        [sys.executable, ROOT / "docs" / script, "--check"],
         capture_output=True,
         text=True,
         check=False,
