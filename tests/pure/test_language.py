@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "autopipe", "cli", "tests", "benchmarks", "docs", "sample_models"
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")])
 BANNED_NAMES = {"found", "made", "said", "told", "held"}
 BANNED_PHRASES = re.compile(
     r"\b(?:is|are) none\b|(?<!there )\bis no (?!longer\b|more\b|less\b|faster\b|slower\b|better\b)[a-z]"

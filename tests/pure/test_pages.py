@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITTEN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+WRITTEN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PAGES = sorted([*WRITTEN, *(ROOT / "benchmarks").rglob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 WIDTH = 120
