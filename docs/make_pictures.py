@@ -331,13 +331,13 @@ def table(ranks: int = RANKS, counts: tuple[int, ...] = (8, 32)) -> str:
     for row in ROWS:
         idle = [f"{_idle(row, ranks, count):.1%}" for count in counts]
         schedule = _schedule(row, ranks, counts[0], WINDOW)
-        held = _per_rank(schedule, row, StageBytes(fixed=0, version=0, in_flight=100 // row.per_rank))
+        kept = _per_rank(schedule, row, StageBytes(fixed=0, version=0, in_flight=100 // row.per_rank))
         versions = _per_rank(schedule, row, StageBytes(fixed=0, version=100 // row.per_rank, in_flight=0))
         stale = schedule.staleness[:ranks]
         lowered = lower(schedule, StageEdges.chain(schedule.request.num_stages))
         sent = sum(i.op in SENDS for line in lowered.rows for i in line)
         each = sent / (schedule.request.num_microbatches * schedule.request.num_minibatches)
-        cells = [row.label, *idle, *(_listed(values) for values in (held, versions, stale)), f"{each:g}"]
+        cells = [row.label, *idle, *(_listed(values) for values in (kept, versions, stale)), f"{each:g}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
