@@ -128,15 +128,17 @@ bench-spilled: $(READY) ## a model eight times as large as its device; ARGUMENTS
 bench-megatron: $(READY) ## the planner's choice and prediction for Megatron-LM's models of 1.7 B to 1 T parameters
 	$(BIN)/python benchmarks/megatron.py $(ARGUMENTS)
 
-docs: $(READY) ## write docs/cli.md from --help, docs/api.md from docstrings, and docs/troubleshooting.md from the messages
+docs: $(READY) ## write docs/cli.md, docs/api.md, docs/troubleshooting.md and the pictures from the source
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_troubleshooting.py
+	$(BIN)/python docs/make_pictures.py
 
 docs-check: $(READY) ## compare the generated pages of docs/ with the source
 	$(BIN)/python docs/make_cli.py --check
 	$(BIN)/python docs/make_api.py --check
 	$(BIN)/python docs/make_troubleshooting.py --check
+	$(BIN)/python docs/make_pictures.py --check
 
 docs-site: $(READY) ## the pages as a site that works offline, in build/site
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/site-doctrees . build/site

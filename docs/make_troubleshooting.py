@@ -2,12 +2,14 @@
 
 docs/troubleshooting.toml holds meaning and fix, and names a message by fragments that it contains. The text on the page
 is the text of the source, so the two cannot differ. Fragments that match no message, or several, are an error. With
-``--check`` the page is compared and not written.
+``--check`` the page is compared and not written. ``--missing FOLDER...`` lists the errors of these folders that have no
+entry.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 import textwrap
@@ -67,6 +69,20 @@ def message_of(fragments: Sequence[str], texts: Sequence[str]) -> str:
     return matches[0]
 
 
+def missing(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield ``path:line: message`` for every error that the folders raise and no entry has."""
+    document = tomllib.loads(ENTRIES.read_text(encoding="utf-8"))
+    known = [entry["message"] for section in document["section"] for entry in section["entry"]]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or not node.args or not name.endswith(("Error", "refused", "refuse")):
+                continue
+            for text in itertools.islice(messages(ast.unparse(node.args[0])), 1):
+                if not any(all(fragment in text for fragment in fragments) for fragments in known):
+                    yield f"{path}:{node.lineno}: {text}"
+
+
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
@@ -95,6 +111,9 @@ def page(root: Path) -> str:
 
 def main() -> int:
     """Write the page, or compare it; return the exit code."""
+    if "--missing" in sys.argv[1:]:
+        print("\n".join(missing([Path(name) for name in sys.argv[sys.argv.index("--missing") + 1 :]])))
+        return 0
     text = page(DOCS.parent)
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pages: their links have targets, and the generated pages have what the source says."""
+"""The pages: their links have targets; the generated pages and the pictures are those of the source."""
 
 import re
 import subprocess
@@ -43,10 +43,10 @@ def test_prose_keeps_the_width_of_the_code(page):
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
 
 
-@pytest.mark.parametrize("generator", ["make_api.py", "make_troubleshooting.py"])
-def test_a_generated_page_is_what_the_source_says(generator):
+@pytest.mark.parametrize("script", ["make_api.py", "make_troubleshooting.py", "make_pictures.py"])
+def test_generated_pages_and_pictures_are_those_of_the_source(script):
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / generator, "--check"],
+        [sys.executable, ROOT / "docs" / script, "--check"],
         capture_output=True,
         text=True,
         check=False,
