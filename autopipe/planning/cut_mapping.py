@@ -26,8 +26,10 @@ _REMEDY = "pad the batches to one shape, or plan with fewer stages"
 _NEAREST = 48  # legal cuts that are tried for each cut of the plan
 
 
-def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
+def map_cuts_to(plan: Plan, graph: Graph, other: Graph, *, all_connected: bool = False) -> Plan:
     """Return the plan for ``other``. ``graph``: the graph of the plan.
+
+    ``all_connected``: every rank may send to every later one, also where the plan has no boundary.
 
     Raises: PlanError if with any cuts some stage needs more than it has.
     """
@@ -46,7 +48,8 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
         for value, producer, consumers in cuts.boundaries(chosen)
     )
     moved = replace(plan, graph_digest=other.digest, stages=stages, boundaries=boundaries)
-    _check_edges(plan, graph, moved, other)
+    if not all_connected:
+        _check_edges(plan, graph, moved, other)
     for stage, available in zip(stages, _available(plan, graph), strict=True):
         nodes = cuts.stage_nodes(stage.start, stage.stop, other.outputs if stage is stages[-1] else ())
         lacking = next((name for node in nodes for name in _state(node) if name not in available), "")

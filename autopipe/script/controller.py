@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.script.batches.parts import Parts
 from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
 from autopipe.script.calls.programs import Programs
@@ -210,7 +211,7 @@ class Controller:
         """Cut a recording into stages, and send each rank its part. The first one starts the ranks."""
         if self.first is None:
             plan = plan_of(recording, self.count)
-            self._start()
+            self._start(plan)
         else:
             assert self.plan is not None
             plan = remapped(self.first, self.plan, recording)
@@ -222,7 +223,7 @@ class Controller:
         self._ship(program)
         return program
 
-    def _start(self) -> None:
+    def _start(self, plan: Plan) -> None:
         tensors = named_tensors(self.model)
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu":
@@ -230,7 +231,9 @@ class Controller:
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
-        self.ranks = Ranks(self.places, self.timeout, self.folder)
+        used = bytes_by_rank(plan.stages)
+        needed = [used[rank] for rank in range(self.count)]
+        self.ranks = Ranks(self.places, self.timeout, self.folder, needed)
         self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send)
         self._inputs: dict[int, list[tuple[str, ...]]] = {}

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from autopipe.launch.remote.agent_pool import command_of
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
 from autopipe.launch.request import LaunchSettings
+from autopipe.script import hosts
 
 MARK = b"autopipe-rank "
 # of the line, and of what a login shell prints before it
@@ -72,16 +73,25 @@ class Places:
             return str(self.meeting.getsockname()[0])
         return self.seen_as if self.hosts[0] in HERE and not self.settings.interface else ""
 
-    def connect(self, local: Callable[[int], Connection], timeout: float) -> list[Connection]:
-        """Return the connections to all ranks. ``local``: starts a rank here; ``timeout``: seconds of silence.
+    def check(self) -> list[str]:
+        """Check the hosts that ssh reaches, before the script starts; return notes about them. Raises: RunError."""
+        return hosts.check(self.hosts, self.settings) if self.hosts else []
 
-        Raises: RunError if a rank does not join, or its host has other versions.
+    def connect(
+        self, local: Callable[[int], Connection], timeout: float, needed_bytes: Sequence[int] = ()
+    ) -> list[Connection]:
+        """Return the connections to all ranks.
+
+        ``local``: starts a rank here. ``timeout``: seconds of silence. ``needed_bytes``: the memory of each rank.
+
+        Raises: RunError if a rank does not join, or its host has other versions, modules or too little memory.
         """
         if self.meeting is not None:
             joined = _joined(self.meeting, self.count)
             return [local(0), *(joined[rank] for rank in range(1, self.count))]
         if not self.hosts:
             return [local(rank) for rank in range(self.count)]
+        hosts.check_start(self.hosts, self.settings, needed_bytes)
         connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
         try:
             for rank, connection in enumerate(connections):
@@ -215,10 +225,4 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
 
 
 def _refuse_other_versions(there: dict[str, Any], host: str) -> None:
-    own = facts.collect(devices=False)
-    for name in ("autopipe", "torch"):
-        if preflight.comparable(name, str(there.get(name))) != preflight.comparable(name, own[name]):
-            raise RunError(
-                f"{host} has {name} {there.get(name) or 'not at all'}, and this host has {own[name]}",
-                remedy="install the same versions on all hosts, or name the interpreter with --remote-python",
-            )
+    preflight.first_problem(preflight.versions_of(host, there, host, there))

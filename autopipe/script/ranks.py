@@ -13,25 +13,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autopipe.errors import WorkerError
 from autopipe.launch.remote import network
 from autopipe.script.places import Connection, Places
-from autopipe.script.rank.serve import FILE, LISTEN, LOST
+from autopipe.script.rank.serve import FILE, LISTEN, LOSES, LOST
 from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire
 
 START_SECONDS = 300.0
+_CAUSE_SECONDS = 5.0  # until the rank that failed first is seen, after one that ends because of it
 
 
 class Ranks:
     """The ranks of one run, and the folder of their stage files."""
 
-    def __init__(self, places: Places, timeout: float, folder: Path | None = None) -> None:
-        """``folder``: where stage files remain; None for a temporary folder. ``timeout``: seconds of silence."""
+    def __init__(
+        self, places: Places, timeout: float, folder: Path | None = None, needed_bytes: Sequence[int] = ()
+    ) -> None:
+        """``folder``: where stage files remain; None for a temporary folder. ``timeout``: seconds of silence.
+
+        ``needed_bytes``: the predicted memory of each rank.
+        """
         self.count, self.places, self.timeout = places.count, places, timeout
         self.temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="autopipe-run-")) if folder is None else folder
@@ -41,15 +48,16 @@ class Ranks:
         self.wires: list[Wire] = []
         self.owner = os.getpid()
         self._waiting_since, self._waited = 0.0, 0
+        self._losing: dict[int, bool] = {}  # ranks that end because of another one; whether SIGTERM ends them
         try:
-            self._start_all()
+            self._start_all(needed_bytes)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _start_all(self) -> None:
+    def _start_all(self, needed_bytes: Sequence[int]) -> None:
         """Start the ranks, and wait until they are connected. Raises: WorkerError."""
-        self.connections = self.places.connect(self._start, self.timeout)
+        self.connections = self.places.connect(self._start, self.timeout, needed_bytes)
         self.wires = [Wire(connection.end, self._check) for connection in self.connections]
         store = LISTEN if self.places.are_remote else FILE
         for rank in range(self.count):
@@ -104,27 +112,26 @@ class Ranks:
         return None if process is None else process.poll()
 
     def _failure(self, rank: int, code: int) -> WorkerError:
-        """Return the error of the rank that failed first: others end with code ``LOST`` because of it."""
-        reports, gone = [], []
-        for other, wire in enumerate(self.wires):
-            with contextlib.suppress(OSError, WorkerError):
-                try:
-                    while wire.ready():
-                        message = wire.receive()
-                        if message[0] == "error":
-                            reports.append((other, message))
-                except GoneError:
-                    gone.append(other)
-        if reports:
-            other, message = reports[0]
-            return self._failed(other, message)
-        codes = [(other, self._code(other)) for other in range(len(self.connections))]
-        failed = [(other, ended) for other, ended in codes if ended not in (None, 0, LOST)]
-        elsewhere = [other for other in gone if self.connections[other].process is None]
-        if failed:
-            rank, code = failed[0][0], failed[0][1] or 0
-        elif elsewhere:
-            rank = elsewhere[0]
+        """Return the error of the rank that failed first: others say that they end because of it."""
+        gone: set[int] = set()
+        losing = self._losing.keys()
+        end = time.monotonic() + _CAUSE_SECONDS
+        while True:
+            for other, wire in enumerate(self.wires):
+                report = _last_of(wire, gone, self._losing, other)
+                if report is not None:
+                    return self._failed(other, report)
+            codes = {other: self._code(other) for other in range(len(self.connections))}
+            failed = [other for other, ended in codes.items() if ended not in (None, 0, LOST)]
+            first = [*failed, *(other for other in sorted(gone - losing) if self.connections[other].process is None)]
+            if first or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        if not first:  # the first one was ended by SIGTERM, or has not ended: its host does not answer
+            first = [other for other, terminated in self._losing.items() if terminated]
+            first += [other for other in codes if other not in losing and self.connections[other].process is None]
+        rank = (first or [rank])[0]
+        code = codes[rank] or code
         host = self.connections[rank].host
         if host:
             how = "is gone: it was killed, or its host does not answer"
@@ -159,6 +166,9 @@ class Ranks:
             self._waiting_since = 0.0
         if message[0] == "error":
             raise self._failed(rank, message)
+        if message[0] == LOSES:
+            self._losing[rank] = message[1]
+            raise self._failure(rank, LOST)
         return message[-1]
 
     def _gone(self, rank: int) -> WorkerError:
@@ -193,3 +203,18 @@ class Ranks:
             process.wait()
         if self.temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _last_of(wire: Wire, gone: set[int], losing: dict[int, bool], rank: int) -> list[Any] | None:
+    """Read what a rank has sent: return its report of an error, and note whether it is gone or ends with another."""
+    with contextlib.suppress(OSError, ValueError, WorkerError):  # of a socket that is closed
+        try:
+            while rank not in gone and wire.ready():
+                message: list[Any] = wire.receive()
+                if message[0] == "error":
+                    return message
+                if message[0] == LOSES:
+                    losing[rank] = message[1]
+        except GoneError:
+            gone.add(rank)
+    return None

@@ -36,13 +36,15 @@ def run_script(
     stage files remain. ``steps``: optimizer steps that are compared with the script in a process of its own; 0 for
     none. ``parts``: into which the batch of each training call is cut.
 
-    Raises: RunError if the file cannot be read.
+    Raises: RunError if the file cannot be read, or a host does not fit.
     """
     try:
         text = script.read_bytes()
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
     notes = Notes(quiet=quiet)
+    for note in places.check():
+        notes.say(note)
     installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
     reference = None
     if steps:

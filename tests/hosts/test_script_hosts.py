@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -127,6 +130,55 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, folder: Path) -> N
     assert_gone(folder, 5)
 
 
+OTHER_PYTHON = """#!/bin/sh
+exec {python} -c '
+import importlib.metadata, platform, runpy, sys
+
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "{torch}" if name == "torch" else version(name)
+platform.python_version = lambda: "{version}"
+module = sys.argv[3]  # after -P -m
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+' "$@"
+"""
+
+
+@ON_HOSTS
+@pytest.mark.parametrize(("torch_there", "python_there"), [("1.0", "3.99.1"), ("same", "3.99.1")])
+def test_another_version_on_a_host_ends_the_run_before_the_script(
+    hosts: Hosts, folder: Path, tmp_path: Path, torch_there: str, python_there: str
+) -> None:
+    there = torch.__version__ if torch_there == "same" else torch_there
+    other = tmp_path / "python"
+    other.write_text(OTHER_PYTHON.format(python=sys.executable, torch=there, version=python_there))
+    other.chmod(0o755)
+    words = ("--hosts", "h1:2", "--ssh-config", str(hosts.config), "--remote-python", str(other))
+    done = finished(hosts.inside(0, *AUTOPIPE, "run", "train.py", *words, "--", "5", "none.pt"), folder)
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    text = one_line(done.stderr)
+    here = torch.__version__.partition("+")[0] if torch_there != "same" else platform.python_version()
+    assert "host h1" in text and (torch_there if torch_there != "same" else python_there) in text and here in text
+    assert_gone(folder, 5)
+
+
+@ON_HOSTS
+def test_another_module_of_the_script_on_a_host_is_refused_before_the_first_step(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import parts\n" + SCRIPT)
+    (tmp_path / "parts.py").write_text("LAYERS = 4\n")
+    here, there = tmp_path / "parts.py", tmp_path / "there.py"
+    there.write_text("LAYERS = 5\n")
+    words = ("--hosts", "h1:2", "--ssh-config", str(hosts.config), "--check", "0", "--", "5", "none.pt")
+    command = " ".join(map(shlex.quote, (*AUTOPIPE, "run", "train.py", *words)))
+    # this host has another file at the same path
+    mounted = f"mount --bind {shlex.quote(str(there))} {shlex.quote(str(here))} && exec {command}"
+    done = finished(hosts.inside(0, "unshare", "-m", "sh", "-c", mounted), tmp_path)
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    text = one_line(done.stderr)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in (here, there)]
+    assert "parts.py" in text and "host h1" in text and all(digest in text for digest in digests)
+    assert_gone(tmp_path, 5)
+
+
 def torchrun(index: int, port: int, *words: str) -> list[str]:
     node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(index)]
     where = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--no-python"]
@@ -154,7 +206,7 @@ def test_torchrun_runs_the_script_once(folder: Path, words: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_those_of_all_ranks(folder: Path, killed: int) -> None:
+def test_a_killed_process_ends_those_of_all_ranks(folder: Path, killed: int, tmp_path: Path) -> None:
     port = free_port()
     words = ("--check", "0", "--", "100000", "killed.pt", "slow")
     agents = [
@@ -164,7 +216,7 @@ def test_a_killed_process_ends_those_of_all_ranks(folder: Path, killed: int) -> 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env={**environment(), "TMPDIR": str(tmp_path)},
         )
         for index in range(2)
     ]
@@ -181,6 +233,7 @@ def test_a_killed_process_ends_those_of_all_ranks(folder: Path, killed: int) -> 
         for agent in agents:
             agent.kill()
     wait_until(lambda: not of_the_run(folder), 15)
+    wait_until(lambda: not list(tmp_path.glob("autopipe-run-*")), 15)
 
 
 def test_another_number_of_stages_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,23 +90,30 @@ def versions(survey: Survey) -> Iterator[Finding]:
 
     This machine may have another build of torch (``+cpu``) than hosts with GPUs; the hosts must have the same build.
     """
-    here = {"autopipe": __version__, "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
     for host, facts in zip(survey.hosts, survey.facts, strict=True):
-        for name, wanted in here.items():
-            version, first = str(facts[name]), str(survey.facts[0][name])
-            differs_here = comparable(name, version) != comparable(name, wanted)
-            if not differs_here and (name != "torch" or version == first):
-                yield Finding(name, "ok", version, host=host)
-                continue
-            other = wanted if differs_here else first
-            where = "here" if other == wanted else f"on {survey.hosts[0]}"
-            package = {"autopipe": "autopipe-train", "torch": "torch"}.get(name)
-            fix = f"pip install {package}=={other} on {host}" if package else f"use Python {other} on {host}"
-            detail = f"{version or 'not installed'}; {where} it is {other}"
-            yield Finding(name, "problem", detail, f"{fix}, or name one with --remote-python", host)
+        yield from versions_of(host, facts, survey.hosts[0], survey.facts[0])
         if not facts["folder"]:
             detail = f"{Path.cwd()} does not exist on this host; its ranks start in the home directory"
             yield Finding("folder", "note", detail, host=host)
+
+
+def versions_of(
+    host: str, facts: Mapping[str, Any], first_host: str, first_facts: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Compare the versions of one host with this machine's, and its build of torch with the first host's."""
+    here = {"autopipe": __version__, "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
+    for name, wanted in here.items():
+        version, first = str(facts.get(name) or ""), str(first_facts.get(name) or "")
+        differs_here = comparable(name, version) != comparable(name, wanted)
+        if not differs_here and (name != "torch" or version == first):
+            yield Finding(name, "ok", version, host=host)
+            continue
+        other = wanted if differs_here else first
+        where = "here" if other == wanted else f"on {first_host}"
+        package = {"autopipe": "autopipe-train", "torch": "torch"}.get(name)
+        fix = f"pip install {package}=={other} on {host}" if package else f"use Python {other} on {host}"
+        detail = f"{version or 'not installed'}; {where} it is {other}"
+        yield Finding(name, "problem", detail, f"{fix}, or name one with --remote-python", host)
 
 
 def comparable(name: str, version: str) -> str:
@@ -217,6 +224,20 @@ def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterato
             yield Finding("model" if Path(path) in models else "plan", "problem", detail, fix, agent.host)
         if not different:
             yield Finding("model and plan", "ok", "the same files", host=agent.host)
+
+
+def same_modules(pool: AgentPool, paths: Sequence[Path]) -> Iterator[Finding]:
+    """Compare source files with those of this machine. A file that a host does not have is no problem."""
+    here = {str(path): file_digest(path) for path in paths}
+    answers = pool.ask({i: protocol.Digest(tuple(here)) for i in range(len(pool.agents))}, protocol.Digests)
+    for index, agent in enumerate(pool.agents):
+        for path, digest in here.items():
+            there = answers[index].digests[path]
+            if there and there != digest:
+                detail = f"{path} has the SHA-256 {there[:16]}... on this host, and {digest[:16]}... here"
+                fix = f"copy it to {agent.host}, or keep it where all hosts share it"
+                yield Finding("script", "problem", detail, fix, agent.host)
+        yield Finding("script", "ok", "the same modules", host=agent.host)
 
 
 def first_problem(findings: Iterator[Finding]) -> list[Finding]:

@@ -385,4 +385,4 @@ def remapped(first: Recording, plan: Plan, recording: Recording) -> Plan:
 
     Raises: PlanError.
     """
-    return map_cuts_to(plan, first.graph, recording.graph)
+    return map_cuts_to(plan, first.graph, recording.graph, all_connected=True)

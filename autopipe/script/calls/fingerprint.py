@@ -11,43 +11,51 @@ from __future__ import annotations
 import array
 import contextvars
 import functools
+import itertools
+import marshal
 import math
-import sys
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.script.calls.reached import Reached, is_code
-from autopipe.script.refusals import in_a_library
+from autopipe.script.calls.inside import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
+from autopipe.script.calls.reached import Reached
 from autopipe.script.settings import autocast_now
 from autopipe.script.state.remote import is_remote
-from autopipe.trace.record.containers import CONTAINERS, attributes, copied
+from autopipe.trace.record.containers import CONTAINERS, PLAIN_CONTAINERS, attributes, copied
 from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS, content_of, drawn
 from autopipe.trace.state.snapshots.kinds import behind
-from autopipe.trace.state.snapshots.places import slots
+from autopipe.trace.state.snapshots.places import ByIdentity
 
-_PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device)
-_COMPARED = (*_PLAIN, Tensor, np.ndarray, list, tuple, set, frozenset, dict)  # others count if the forward names them
-_VALUES = (*_PLAIN, Tensor, np.ndarray, set, frozenset)
-_DEPTH = 4
-_MOST = 1000  # entries of a container, or attributes of an object, that are compared
+_EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device))
+_COMPARED = (*PLAIN, Tensor, np.ndarray, list, tuple, set, frozenset, dict)  # others count if the forward names them
 _TOO_MANY = 1 << 17  # entries of a container that are not compared
 _SMALL = 1 << 14  # elements of a tensor whose bytes are kept
 _LARGE = 1 << 22  # elements of a tensor that is compared by its bytes
 OF_A_MODULE = "module"
 """Begins the place of an attribute: then come the number of the module and the name."""
 _MOST_KNOWN = 16
-_KNOWN: dict[Hashable, Reached] = {}
+_MOST_SEARCHES = 8  # of models of the same classes
+_MOST_CONTENTS = 128
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SKIPPED = {
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a search has found. ``contents``: values, with which it would find the same."""
+
+    code: Reached
+    contents: set[Hashable] = field(default_factory=set)
+
+
+_KNOWN: dict[Hashable, list[_Search]] = {}
+"""Searches by the classes of the modules, the last used first."""
 
 
 def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | None:
@@ -59,11 +67,12 @@ def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | Non
     for value in flat:
         if isinstance(value, Tensor):
             entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, PLAIN):
             entries.append((type(value).__name__, value))
         else:
             return None
-    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
     return (
         str(form),
         tuple(entries),
@@ -77,49 +86,81 @@ def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | Non
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Return the value for a model at this moment."""
-    entries: list[Hashable] = [content for _, _, content in places(model, reached(model))]
-    for module in model.modules():
-        for registered in (module._modules, module._parameters, module._buffers):
-            entries.append(tuple(map(id, registered.values())))
-    entries.append(tuple(tuple(map(id, hooks.values())) for hooks in _hooks_of_all_modules()))
-    return tuple(entries)
+    modules = list(model.modules())
+    _, content = _searched(modules)
+    registered: list[Hashable] = []
+    for module in modules:
+        for tensors in (module._modules, module._parameters, module._buffers):
+            registered.append(len(tensors))
+            registered.extend(map(id, tensors.values()))
+    return content, tuple(registered), tuple(tuple(map(id, hooks.values())) for hooks in _hooks_of_all_modules())
 
 
 def reached(model: nn.Module) -> Reached:
-    """Return the places that the forwards of a model may read, searched again when they lead elsewhere."""
-    kinds = tuple({type(module): None for module in model.modules()})
-    objects = tuple(
-        value
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if key not in _SKIPPED and not isinstance(value, _VALUES) and value
-    )
-    key = (kinds, tuple(map(id, objects)))
-    known = _KNOWN.get(key)
-    if known is None or not known.current():
+    """Return the places that the forwards of a model may read at this moment."""
+    return _searched(list(model.modules()))[0].code
+
+
+def _searched(modules: list[nn.Module]) -> tuple[_Search, Hashable]:
+    """Return the search of the code, and the values at its places.
+
+    The values have the identity of every function and class that the search has found. So an earlier search holds for
+    values that it has led to before, as long as no class and no globals have got another number of names.
+    """
+    kinds = tuple(dict.fromkeys(map(type, modules)))
+    searches = _KNOWN.get(kinds)
+    if searches is None:
         while len(_KNOWN) >= _MOST_KNOWN:  # each keeps its objects alive
             del _KNOWN[next(iter(_KNOWN))]
-        known = _KNOWN[key] = Reached(kinds, objects)
-    return known
+        searches = _KNOWN[kinds] = []
+    for position, search in enumerate(searches):
+        search.code.registered = {id(module): module for module in modules}
+        content = _contents(modules, search.code)
+        if (content, search.code.sizes()) in search.contents:
+            searches.insert(0, searches.pop(position))
+            return search, content
+    code = Reached(kinds, modules)
+    search = next((search for search in searches if search.code.same(code)), _Search(code))
+    search.code = code
+    if search not in searches:
+        searches.insert(0, search)
+        del searches[_MOST_SEARCHES:]
+    if len(search.contents) >= _MOST_CONTENTS:
+        search.contents.clear()
+    content = _contents(modules, code)
+    search.contents.add((content, code.sizes()))
+    return search, content
 
 
 def places(
-    model: nn.Module, places_of_code: Reached, kept: list[tuple[Any, Any]] | None = None
+    model: nn.Module, code: Reached, kept: list[tuple[Any, Any]] | None = None
 ) -> Iterator[tuple[Hashable, str, Hashable]]:
     """Yield (place, its name, what identifies its value) for attributes of modules and what the code reaches.
 
     Registered tensors are left out. ``kept``: receives containers and namespaces with their content, to be restored.
     With it, random generators, iterators and streams are compared by their progress, too.
     """
-    description = _Description(places_of_code, kept)
+    description = _Description(code, kept)
     for number, (path, module) in enumerate(model.named_modules()):
-        for key, value in vars(module).items():
-            if key in _SKIPPED:
-                continue
-            unread = not places_of_code.reads(key) and not isinstance(value, _COMPARED)
-            content = id(value) if unread else description.of(value, _DEPTH)
+        for key, value in attributes_of_module(module):
+            content = description.of_attribute(key, value)
             yield (OF_A_MODULE, number, key), f"{path}.{key}" if path else key, content
-    yield from places_of_code.values(description.of)
+    yield from code.values(description.of)
+
+
+def _contents(modules: list[nn.Module], code: Reached) -> Hashable:
+    """Return what identifies the values at all places. Every call of the model waits for it."""
+    description = _Description(code, None)
+    entries: list[Hashable] = []
+    for module in modules:
+        for key, value in attributes_of_module(module):
+            kind = type(value)
+            if kind in _EXACT:
+                entries += (key, kind, value)
+            elif kind not in PLAIN_CONTAINERS or value:  # most are the empty dictionaries of hooks
+                entries += (key, description.of_attribute(key, value))
+    entries.extend([content for _, _, content in code.values(description.of)])
+    return tuple(entries)
 
 
 class _Description:
@@ -127,26 +168,51 @@ class _Description:
 
     def __init__(self, code: Reached, kept: list[tuple[Any, Any]] | None) -> None:
         self.code, self.kept = code, kept
+        self._described: dict[int, tuple[int, int, Any]] = {}  # values: levels, number; the value, so that it lives
+        self._numbers = itertools.count()
+
+    def of_attribute(self, key: str, value: Any) -> Hashable:
+        """Return what identifies an attribute of a module."""
+        unread = not isinstance(value, _COMPARED) and not is_code(value) and not self.code.reads(key)
+        return id(value) if unread else self.of(value, DEPTH)
 
     def of(self, value: Any, depth: int) -> Hashable:
         """Return what identifies a value, looking ``depth`` levels in."""
-        if isinstance(value, _PLAIN):
-            return (type(value).__name__, repr(value) if isinstance(value, float) and math.isnan(value) else value)
+        kind = type(value)
+        if kind in _EXACT:
+            return (kind, value)
+        if kind in PLAIN_CONTAINERS and not value:
+            if self.kept is not None:
+                self.kept.append((value, copied(value)))
+            return kind
+        if isinstance(value, PLAIN):
+            return (kind, repr(value) if isinstance(value, float) and math.isnan(value) else value)
         if is_remote(value):
             return ("parameter", id(value))
         if isinstance(value, Tensor):
             return _of_tensor(value)
-        if isinstance(value, nn.Module) or is_code(value):
-            return id(value)
+        if is_code(value):
+            return ByIdentity(value)
         if isinstance(value, np.ndarray):
             content = id(value) if value.dtype.hasobject else hash(value.tobytes())
             return ("array", value.shape, str(value.dtype), content)
         if isinstance(value, (bytearray, array.array)):
-            return (type(value).__name__, bytes(value))
+            return (kind.__name__, bytes(value))
+        if isinstance(value, nn.Module) and id(value) in self.code.registered:
+            return id(value)
+        levels, number, _ = self._described.get(id(value), (-1, 0, None))
+        if levels >= depth:  # it is compared there; a comparison before and after a forward has the same objects
+            return ("again", number if self.kept is None else id(value))
+        self._described[id(value)] = (depth, next(self._numbers), value)
+        return self._of_holder(value, depth)
+
+    def _of_holder(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, nn.Module):
+            return self._of_hidden(value, depth)
         if isinstance(value, contextvars.ContextVar):
             return ("variable", self.of(value.get(None), depth))
         if isinstance(value, functools.partial):
-            return ("partial", id(value.func), self.of((value.args, value.keywords), depth))
+            return ("partial", self.of(value.func, depth), self.of((value.args, value.keywords), depth))
         if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
             return ("method", value.__name__, *(self.of(part, depth) for part in behind(value)))
         if self.kept is not None and isinstance(value, CONTAINERS):
@@ -156,12 +222,12 @@ class _Description:
         return self._of_object(value, depth)
 
     def _of_container(self, value: Any, depth: int) -> Hashable:
-        if depth == 0 or len(value) >= _MOST:
-            return (type(value).__name__, id(value), len(value), _of_many(value))
+        if depth <= 0 or len(value) >= MOST:
+            return (type(value), id(value), len(value), _of_many(value))
         if isinstance(value, dict):
             entries = [(self.of(key, 1), self.of(entry, depth - 1)) for key, entry in list(value.items())]
-            return ("dict", type(value).__name__, *entries)
-        return (type(value).__name__, *(self.of(entry, depth - 1) for entry in value))
+            return ("dict", type(value), *entries)
+        return (type(value), *[self.of(entry, depth - 1) for entry in value])
 
     def _of_object(self, value: Any, depth: int) -> Hashable:
         progress: Hashable = None
@@ -171,25 +237,35 @@ class _Description:
             else:
                 content = content_of(value)  # of unknown progress: an object, equal to no other
                 progress = content if type(content) is object else hash(str(content))
-        if depth == 0:
+        if depth <= 0:
             return (id(value), progress)
         own = attributes(value) or {}
         if self.kept is not None and own:
             self.kept.append((own, copied(own)))
-        every = [*own.items(), *slots(value).items()]
-        if callable(value) and in_a_library(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
-            every = [(key, entry) for key, entry in every if isinstance(entry, (*_PLAIN, *CONTAINERS))]
-        if len(every) >= _MOST:
-            return (id(value), progress, len(every))
-        return (id(value), progress, *((k, self.of(entry, depth - 1)) for k, entry in every if self.code.reads(k)))
+        read = attributes_of(value, self.code)
+        if read is None:
+            return (id(value), progress)
+        return (id(value), type(value), progress, *[(key, self.of(entry, depth - 1)) for key, entry in read])
+
+    def _of_hidden(self, module: nn.Module, depth: int) -> Hashable:
+        """Identify a module that the forward uses and that is not registered in the model."""
+        if depth <= 0:
+            return id(module)
+        held = of_hidden(module, self.code)
+        return (id(module), type(module), *[(key, self.of(entry, depth - 1)) for key, entry in held])
 
 
 def _of_many(value: Any) -> Hashable:
-    """Return what identifies the entries of a large container, if all can be hashed."""
+    """Return what identifies the entries of a large container, if they are numbers or text, or can be hashed."""
     if len(value) >= _TOO_MANY:
         return None
+    entries = tuple(value.items()) if isinstance(value, dict) else tuple(value)
     try:
-        return hash(tuple(value.items()) if isinstance(value, dict) else tuple(value))
+        return hash(marshal.dumps(entries, 2))  # the hash of a tuple is the same for -1 and -2
+    except ValueError:  # other objects
+        pass
+    try:
+        return hash(entries)
     except TypeError:
         return None
 

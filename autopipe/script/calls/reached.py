@@ -1,16 +1,16 @@
 """What a forward may read besides the attributes of its modules: globals, attributes of classes, closures, defaults.
 
 The search begins at ``forward`` of the classes and at functions that are attributes of modules. It follows names: to
-methods of the classes, and to functions, classes and modules that are not in an installed package. ``names`` are those
-of all attributes that this code may read: a module may hold an object that has nothing to do with its forward, such as
-the trainer that runs it.
+methods of the classes, and to functions, classes and modules that are not in an installed package. It looks into
+containers, and into objects for attributes whose names the code has: they may hold further functions and objects.
+``names`` are those of all attributes that this code may read: a module may hold an object that has nothing to do with
+its forward, such as the trainer that runs it.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import logging
 import os
 import sys
 import types
@@ -19,8 +19,10 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.script.calls.inside import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
 from autopipe.script.refusals import in_a_library
 from autopipe.trace.state.observing.bytecode import imported
+from autopipe.trace.state.snapshots.places import ByIdentity
 
 _ROOTS = ("forward", "__call__", "__getattr__")
 _WHOLE = frozenset(("vars", "__dict__", "asdict", "astuple"))  # read all attributes of an object
@@ -29,43 +31,70 @@ _OF_DECORATORS = {"__wrapped__"}  # attributes of functions that are not the scr
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 UNSET = object()
 """The value of a name that is not bound."""
-_DEPTH = 4
-_MOST = 1000  # entries of a table of functions
-_FUNCTIONS = (types.FunctionType, type, types.ModuleType, nn.Module, logging.Logger)
-_DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 _MEMOIZED = functools._lru_cache_wrapper
+_CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__"))
+# methods that no operator calls in a forward
+_UNCALLED = _CONSTRUCTORS | frozenset(
+    f"__{name}__"
+    for name in (
+        *("repr", "str", "format", "reduce", "reduce_ex", "getstate", "setstate", "del", "dir", "sizeof", "copy"),
+        *("deepcopy", "init_subclass", "class_getitem", "set_name"),
+    )
+)
 
 
 class Reached:
-    """The places of one model. ``values`` reads them again."""
+    """The places of one model. ``values`` reads them again.
 
-    def __init__(self, kinds: tuple[type, ...], attributes: tuple[Any, ...]) -> None:
+    ``kinds``: the classes of its modules. ``registered``: those modules.
+    """
+
+    def __init__(self, kinds: tuple[type, ...], registered: Iterable[nn.Module]) -> None:
+        self.registered = {id(module): module for module in registered}
         self._places: dict[tuple[int, str], tuple[dict[str, Any] | type, str]] = {}
         self._cells: dict[int, tuple[types.CellType, str]] = {}
-        self._functions: list[types.FunctionType] = []
-        self._memoized: list[Any] = []
-        self._seen: set[int] = set()
+        self._functions: dict[int, types.FunctionType] = {}
+        self._memoized: dict[int, Any] = {}
+        self._classes: dict[int, type] = {}
+        self._made: set[int] = set()  # classes that the code may call
+        self._namespaces: dict[int, dict[str, Any]] = {}
         self._whole = False  # whether an attribute may be read by any name
-        self._classes: list[type] = []
         self.names: set[str] = set(_ROOTS)
-        self.attributes = attributes  # kept, so that their ids stay theirs
+        self._opened: dict[int, Any] = {}  # values in which the search looks further
+        self._walked: dict[int, int] = {}  # what it has looked into in this round -> how deep
         for kind in kinds:
             self._class(kind)
-        for value in attributes:
-            self._follow_own(value)
-        count = -1
-        while count != len(self._functions) + len(self._classes) + len(self.names):
-            count = len(self._functions) + len(self._classes) + len(self.names)
-            for kind in list(self._classes):
-                for name, value in list(vars(kind).items()):
-                    if name in self.names:
-                        self._place(kind, name)
-                        self._follow(value)
-        self._links = self._targets()
+        held = [entry for module in self.registered.values() for entry in attributes_of_module(module)]
+        held = [(key, value) for key, value in held if may_hold(value)]
+        before: tuple[int, ...] = ()
+        while before != self._extent():
+            before = self._extent()
+            self._walked = {}
+            for key, value in held:
+                self._attribute(key, value)
+            for kind in list(self._classes.values()):
+                self._members(kind)
+            for value in list(self._opened.values()):
+                self._walk(value, DEPTH)
 
-    def current(self) -> bool:
-        """Return whether every place still leads to the same functions, classes and modules."""
-        return self._links == self._targets()
+    def _extent(self) -> tuple[int, ...]:
+        parts: tuple[Any, ...] = (self._places, self._cells, self._functions, self._classes, self._made, self.names)
+        return (*map(len, parts), len(self._opened), self._whole)
+
+    def same(self, other: Reached) -> bool:
+        """Return whether another search has had the same result."""
+        return self._result() == other._result()
+
+    def _result(self) -> tuple[Any, ...]:
+        return (
+            *(part.keys() for part in (self._places, self._cells, self._functions, self._memoized, self._classes)),
+            self.names,
+            self._whole,
+        )
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers of names in all classes and globals: a new name may be one that the code reads."""
+        return (*(len(vars(kind)) for kind in self._classes.values()), *map(len, self._namespaces.values()))
 
     def reads(self, name: str) -> bool:
         """Return whether the code may read an attribute of this name."""
@@ -75,45 +104,81 @@ class Reached:
         """Yield (place, its name, what it has now). ``describe``: identifies a value, looking so many levels in."""
         for key, (owner, name) in self._places.items():
             value = value_in(owner, name)
-            yield key, name, id(value) if is_code(value) else describe(value, _DEPTH)
+            yield key, name, describe(value, DEPTH)
         for number, (cell, name) in self._cells.items():
             value = _contents(cell)
-            yield number, name, id(value) if is_code(value) else describe(value, _DEPTH)
-        for function in self._functions:
+            yield number, name, describe(value, DEPTH)
+        for function in self._functions.values():
+            yield ("code", id(function)), f"the code of {function.__qualname__}", ByIdentity(function.__code__)
             if function.__defaults__ or function.__kwdefaults__:
-                content = describe((function.__defaults__, function.__kwdefaults__), _DEPTH)
+                content = describe((function.__defaults__, function.__kwdefaults__), DEPTH)
                 yield id(function), f"the default arguments of {function.__qualname__}", content
             if vars(function).keys() - _OF_DECORATORS:
-                content = describe(vars(function), _DEPTH)
+                content = describe(vars(function), DEPTH)
                 yield ("attributes", id(function)), f"an attribute of {function.__qualname__}", content
         if _ENVIRONMENT & self.names:
             yield "environment", "os.environ", hash(tuple(os.environ.items()))
 
     def memoized(self) -> Iterator[tuple[Hashable, str, Hashable]]:
         """Yield (place, name, number of results that it computed) of the functions that keep their results."""
-        for function in self._memoized:
+        for function in self._memoized.values():
             yield id(function), function.__qualname__, function.cache_info().misses
 
     def functions_of(self, places: Iterable[Hashable]) -> list[Any]:
         """Return the functions of places that ``memoized`` has given."""
         wanted = set(places)
-        return [function for function in self._memoized if id(function) in wanted]
+        return [function for number, function in self._memoized.items() if number in wanted]
 
     def bindings(self) -> dict[Hashable, tuple[dict[str, Any] | type, str, Any]]:
         """Return by place what can be bound again: a dictionary of globals or a class, the name, the value now."""
         return {key: (owner, name, value_in(owner, name)) for key, (owner, name) in self._places.items()}
 
-    def _targets(self) -> tuple[int, ...]:
-        values = [value_in(owner, name) for owner, name in self._places.values()]
-        values += [_contents(cell) for cell, _ in self._cells.values()]
-        return (*(id(v) for v in values if is_code(v)), *(id(f.__code__) for f in self._functions))
-
     def _class(self, kind: type) -> None:
         for owner in kind.__mro__:
-            if owner is object or owner.__module__.startswith("torch.") or id(owner) in self._seen:
-                continue
-            self._seen.add(id(owner))
-            self._classes.append(owner)
+            if owner is not object and not owner.__module__.startswith("torch."):
+                self._classes.setdefault(id(owner), owner)
+
+    def _members(self, kind: type) -> None:
+        """Follow what the code may read of a class: by name, or by an operator."""
+        own = not _is_of_a_library(kind)
+        for name, value in list(vars(kind).items()):
+            method = own and name.startswith("__") and isinstance(value, types.FunctionType)
+            if (
+                name in self.names
+                or (method and name not in _UNCALLED)
+                or (method and name in _CONSTRUCTORS and id(kind) in self._made)
+            ):
+                self._place(kind, name)
+                self._follow(value)
+                if own:
+                    self._open(value)
+
+    def _attribute(self, key: str, value: Any) -> None:
+        """Follow an attribute of a module: a function of any name, and what holds others if the code names it."""
+        self._follow_own(value)
+        if self.reads(key):
+            self._open(value)
+        elif isinstance(value, (dict, list, tuple)) and len(value) < MOST:  # code of torch may read the table
+            for entry in list(value.values()) if isinstance(value, dict) else list(value):
+                if is_code(entry) or isinstance(entry, (types.MethodType, functools.partial)):
+                    self._follow_own(entry)
+
+    def _open(self, value: Any) -> None:
+        """Look into a value, too."""
+        if entries_of(value, self) is not None:
+            self._opened.setdefault(id(value), value)
+
+    def _walk(self, value: Any, depth: int) -> None:
+        """Follow what a container or an object holds, as deep as it is compared."""
+        inside = entries_of(value, self) if self._walked.get(id(value), 0) < depth else None
+        if inside is None:
+            return
+        self._walked[id(value)] = depth
+        if isinstance(value, nn.Module):  # that is not registered
+            self._class(type(value))
+        for _, entry in inside:
+            self._follow_own(entry)
+            self._walk(entry, depth - 1)
 
     def _place(self, owner: dict[str, Any] | type, name: str) -> None:
         self._places.setdefault((id(owner), name), (owner, name))
@@ -123,18 +188,19 @@ class Reached:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._follow(part)
         elif isinstance(value, type):
-            if not in_a_library(getattr(sys.modules.get(value.__module__), "__file__", None) or ""):
+            if not _is_of_a_library(value):
                 self._class(value)
+                if not issubclass(value, nn.Module):
+                    self._made.update(map(id, value.__mro__))
         elif isinstance(value, _MEMOIZED):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._memoized.append(value)
+            if id(value) not in self._memoized:
+                self._memoized[id(value)] = value
                 self._follow(value.__wrapped__)
         elif isinstance(value, types.FunctionType):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._functions.append(value)
+            if id(value) not in self._functions:
+                self._functions[id(value)] = value
                 self._code(value)
+                self._open(value)
                 self._follow_own(getattr(value, "__wrapped__", None))
         else:
             for inner in _behind(value):
@@ -142,6 +208,8 @@ class Reached:
 
     def _code(self, function: types.FunctionType) -> None:
         place = function.__globals__
+        if not in_a_library(function.__code__.co_filename):
+            self._namespaces[id(place)] = place
         for code in _codes(function.__code__):
             names = {*code.co_names, *_texts(code.co_consts)}
             self.names |= names
@@ -156,13 +224,14 @@ class Reached:
                 self._module(sys.modules.get(f"{place.get('__package__') or ''}.{name}".strip(".")), names, own=own)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             self._cells.setdefault(id(cell), (cell, name))
-            self._follow_own(_contents(cell))
+            self._target(_contents(cell), set(), own=False)
 
     def _target(self, value: Any, names: set[str], *, own: bool) -> None:
         if isinstance(value, types.ModuleType):
             self._module(value, names, own=own)
         else:
             self._follow_own(value)
+            self._open(value)
 
     def _module(self, module: types.ModuleType | None, names: set[str], *, own: bool) -> None:
         """Add what a module has by these names. ``own``: the script's code names it, which may also replace it."""
@@ -182,12 +251,10 @@ class Reached:
         if code is not None and in_a_library(code.co_filename):
             return
         self._follow(value)
-        if isinstance(value, (dict, list, tuple)) and len(value) < _MOST:  # a table of functions
-            for entry in list(value.values()) if isinstance(value, dict) else list(value):
-                if isinstance(entry, (*_FUNCTIONS, *_DESCRIPTORS, types.MethodType, functools.partial)):
-                    self._follow_own(entry)
-        if not is_code(value) and not isinstance(value, (*_DESCRIPTORS, types.MethodType, functools.partial)):
-            self._follow(type(value))  # its methods
+        if isinstance(value, types.MethodType):
+            value = value.__self__
+        if not is_code(value) and not isinstance(value, functools.partial) and not _is_of_a_library(type(value)):
+            self._class(type(value))  # its methods
 
 
 def value_in(owner: dict[str, Any] | type, name: str) -> Any:
@@ -208,19 +275,13 @@ def bind(owner: dict[str, Any] | type, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
-def is_code(value: Any) -> bool:
-    """Return whether a value is compared by identity: functions, classes, modules, loggers."""
-    if isinstance(value, types.BuiltinFunctionType):  # or the method of an object, such as the append of a list
-        return value.__self__ is None or isinstance(value.__self__, (types.ModuleType, type))
-    return isinstance(value, (*_FUNCTIONS, *_DESCRIPTORS))
+def _is_of_a_library(kind: type) -> bool:
+    return in_a_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def _behind(value: Any) -> Iterator[Any]:
-    if isinstance(value, (staticmethod, classmethod)):
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
         yield value.__func__
-    elif isinstance(value, types.MethodType):
-        yield value.__func__
-        yield type(value.__self__)
     elif isinstance(value, property):
         yield from (part for part in (value.fget, value.fset, value.fdel) if part is not None)
     elif isinstance(value, functools.cached_property):

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.launch.remote import facts, network
 from autopipe.script.places import hello
-from autopipe.script.rank.serve import attend, leave
-from autopipe.script.wire import Wire
+from autopipe.script.rank.serve import LOSES, at_sigterm, attend, leave
+from autopipe.script.wire import GoneError, Wire
 
 
 class _Pipes:
@@ -68,12 +66,17 @@ def join(end: Any, rank: int, count: int, timeout: float, interface: str) -> NoR
     ``timeout``: seconds until a wait for another rank fails; ``interface``: on which other ranks reach this one.
     """
     end.sendall(hello(rank))
-    folder = Path(tempfile.mkdtemp(prefix="autopipe-run-"))
-    try:
-        code = attend(Wire(end), rank, count, folder, timeout, _own_address(interface), joins=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    leave(code)
+    wires: list[Wire] = []
+
+    def leaves() -> None:  # a launcher ends the other ranks of a host where one has failed
+        for wire in wires:
+            with contextlib.suppress(GoneError):
+                wire.send([LOSES, True])
+                wire.close(1.0)
+
+    at_sigterm(leaves)
+    wires.append(Wire(end))
+    leave(attend(wires[0], rank, count, None, timeout, _own_address(interface)))
 
 
 def _own_address(interface: str) -> str:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from socket import socket
 from typing import Any, NoReturn
@@ -39,12 +41,14 @@ MEET_SECONDS = 120.0
 """For the ranks to meet over the network, once all have started."""
 LOST = 4
 """The exit code of a rank that ends because another process has."""
+LOSES = "loses"
+"""Begins the last message of such a rank; then comes whether SIGTERM has ended it."""
 
 
 class Rank:
     """One rank: its stages, the values of the tail if it is the last one, and the optimizers of its parameters."""
 
-    def __init__(self, wire: Wire, rank: int, count: int, folder: Path, timeout: float, store: Any) -> None:
+    def __init__(self, wire: Wire, rank: int, count: int, folder: Path | None, timeout: float, store: Any) -> None:
         self.wire, self.rank, self.last = wire, rank, rank == count - 1
         self.stages = RankStages(rank, count, folder, timeout, store)
         self.optimizers = RankOptimizers(self.stages)
@@ -222,6 +226,7 @@ def main(words: list[str]) -> None:
     place, seconds = Path(words[4]), float(words[5])
     folder = place if "temporary" in words[6:] else None
     _end_with(parent, folder)
+    at_sigterm(lambda: _remove(folder))  # a launcher may send it to the parent, too
     code = attend(Wire(socket(fileno=descriptor)), rank, count, place, seconds)
     if code == LOST:  # perhaps the parent was killed, whose sockets close before it has ended
         for _ in range(100):
@@ -232,13 +237,11 @@ def main(words: list[str]) -> None:
     leave(code)
 
 
-def attend(
-    wire: Wire, rank: int, count: int, folder: Path, seconds: float, address: str = "", *, joins: bool = False
-) -> int:
+def attend(wire: Wire, rank: int, count: int, folder: Path | None, seconds: float, address: str = "") -> int:
     """Serve until the controller ends the run, and return the exit code.
 
-    ``folder``: for stage files; ``seconds``: until a wait for another rank fails; ``address``: at which other hosts
-    reach this one; ``joins``: the controller did not start this process, which may have another interpreter.
+    ``folder``: of the stage files; None: the controller did not start this process, which may have another interpreter.
+    ``seconds``: until a wait for another rank fails. ``address``: at which other hosts reach this one.
     """
     try:
         settings = wire.receive()
@@ -246,13 +249,16 @@ def attend(
             wire.close()
             return 0
         more = [entry for entry in settings["path"] if entry not in sys.path and Path(entry).exists()]
-        sys.path[:] = [*sys.path, *more] if joins else settings["path"]
+        sys.path[:] = settings["path"] if folder is not None else [*sys.path, *more]
         set_all(settings)
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
         served = Rank(wire, rank, count, folder, seconds, store)
         wire.send(["ready"])
         served.serve()
-    except (GoneError, TransportClosed):  # another process has failed and reports it
+    except (GoneError, TransportClosed):  # another process has failed
+        with contextlib.suppress(Exception):
+            wire.send([LOSES, False])
+            wire.close()
         return LOST
     except BaseException as error:
         with contextlib.suppress(Exception):
@@ -263,9 +269,9 @@ def attend(
     return 0
 
 
-def _store_of(wire: Wire, text: str, rank: int, count: int, folder: Path, seconds: float, address: str) -> Any:
+def _store_of(wire: Wire, text: str, rank: int, count: int, folder: Path | None, seconds: float, address: str) -> Any:
     """Return the store in which the ranks meet. ``text``: its address; LISTEN: this rank listens, and tells it."""
-    if text == FILE:
+    if text == FILE and folder is not None:
         return file_store(folder / "store", count)
     listener = None
     if text == LISTEN:
@@ -286,6 +292,20 @@ def leave(code: int) -> NoReturn:
 def _remove(folder: Path | None) -> None:
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def at_sigterm(act: Callable[[], None]) -> None:
+    """Act before SIGTERM ends this process, also while it waits in torch. Call it before other threads start."""
+    chosen = {signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, chosen)
+
+    def watch() -> None:
+        signal.sigwait(chosen)
+        act()
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, chosen)
+
+    threading.Thread(target=watch, name="SIGTERM", daemon=True).start()
 
 
 def _end_with(parent: int, folder: Path | None) -> None:

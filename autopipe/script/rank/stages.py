@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +94,8 @@ class RankStages:
     earlier rank has.
     """
 
-    def __init__(self, rank: int, count: int, folder: Path, timeout: float, store: Any) -> None:
-        """``folder``: of the stage files; ``timeout``: seconds; ``store``: torch's, in which the ranks meet."""
+    def __init__(self, rank: int, count: int, folder: Path | None, timeout: float, store: Any) -> None:
+        """``folder``: of the stage files; None: they are sent. ``timeout``: seconds. ``store``: torch's."""
         self.rank, self.count, self.folder, self.timeout = rank, count, folder, timeout
         self.tensors: dict[str, Tensor] = {}
         self.owned: set[str] = set()
@@ -127,15 +131,30 @@ class RankStages:
         self.ties = [(name, list(stages)) for name, stages in form["ties"]]
         for path, module in form["modules"].items():
             self.modules[path] = rebuilt_module(module, self.tensors)
-        folder = self.folder / form["folder"]
-        for name, content in form["files"].items():  # of a rank on another host
-            folder.mkdir(exist_ok=True)
-            (folder / name).write_bytes(content.numpy().tobytes())
-        kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
-        kind.SPARE = ()  # state that no call reads stays in ``tensors``
-        stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
+        with self._files(form) as folder:
+            kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
+            kind.SPARE = ()  # state that no call reads stays in ``tensors``
+            stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
         stage.draw_from_generator()
         self.programs[form["number"]] = _Program(stage, form)
+
+    @contextlib.contextmanager
+    def _files(self, form: dict[str, Any]) -> Iterator[Path]:
+        """Write the stage files of a signature if they were sent, until they are loaded; enter their folder.
+
+        A rank that is killed later leaves none. Python keeps their lines, for tracebacks.
+        """
+        if self.folder is not None:
+            yield self.folder / form["folder"]
+            return
+        with tempfile.TemporaryDirectory(prefix="autopipe-run-") as place:
+            for name, content in form["files"].items():
+                path = Path(place, name)
+                path.write_bytes(content.numpy().tobytes())
+                if path.suffix == ".py":
+                    text = path.read_text(encoding="utf-8")
+                    linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
+            yield Path(place)
 
     def _skeleton(self, kind: type[Stage], names: dict[str, str]) -> nn.Module:
         """Return the part of the model that a stage adopts. ``names``: any name of a tensor -> its first one."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopipe.script.codec import same_bytes
 from autopipe.script.refusals import refused
+from autopipe.strides import extent
 
 
 def storage_uses(tensor: Tensor) -> int:
@@ -43,6 +44,8 @@ class Weights:
         self._shapes = {
             name: (tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in self.tensors.items()
         }
+        self._places: dict[str, int] = {}  # addresses
+        self._check_places(self.tensors)
         self.touch(name for name in self.tensors if self.aliased(name))
 
     def aliased(self, name: str) -> bool:
@@ -76,9 +79,10 @@ class Weights:
         ``backward``: the command is one, of a forward with the values before the change.
 
         Raises: RefusedError if a parameter was changed before a backward, or a tensor has another shape, stride or
-        dtype now.
+        dtype now, or the memory of another one.
         """
         changed: dict[str, Tensor] = {}
+        self._check_places(self.copies)
         for name, copy in list(self.copies.items()):
             now = self._plain(name)
             form = (tuple(now.shape), now.stride(), now.dtype)
@@ -105,6 +109,21 @@ class Weights:
         for name in list(self.copies):
             if names is None or name in set(names):
                 del self.copies[name]
+
+    def _check_places(self, names: Iterable[str]) -> None:
+        """Refuse parameters in the memory of other tensors, as after ``a.data = b.data``: a step would change both."""
+        places = {name: self._plain(name).data_ptr() for name in names}
+        if all(self._places.get(name) == place for name, place in places.items()):
+            return
+        self._places.update(places)
+        end, last = 0, ""
+        plain = {name: self._plain(name) for name in self.tensors}
+        for name in sorted((name for name in plain if plain[name].numel()), key=lambda name: self._places[name]):
+            trained = any(isinstance(self.tensors[other], nn.Parameter) for other in (last, name) if other)
+            if self._places[name] < end and trained:
+                raise refused(f"{last} and {name} are in the same memory", "one parameter in both places")
+            end = self._places[name] + extent(plain[name].shape, plain[name].stride()) * plain[name].element_size()
+            last = name
 
     def _plain(self, name: str) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():

@@ -23,6 +23,7 @@ CASES = {
     "several calls": ("several_calls.py", (), "several.pt"),
     "several calls, added in place": ("several_calls.py", ("--add",), "several.pt"),
     "tied": ("tied.py", (), "tied.pt"),
+    "unfreezing": ("unfreezing.py", (), "unfreezing.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
     "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),
     "lightning": ("lightning_boring.py", (), "boring.pt"),

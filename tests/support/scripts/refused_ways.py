@@ -159,6 +159,15 @@ def tied_later():
         model[2].weight = kept
 
 
+def memory_of_another_parameter():
+    kept = model[0].bias.data
+    model[0].bias.data = model[2].bias.data
+    try:
+        loss_of()
+    finally:
+        model[0].bias.data = kept
+
+
 def replaced_parameters():
     torch.func.functional_call(
         model, {k: v.detach().clone() for k, v in model.named_parameters()}, (data,)
