@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 
 import pytest
-from support.report_pages import subject
+from support.reports.pages import subject
 
 from autopipe.report.page import page_of, render
 
