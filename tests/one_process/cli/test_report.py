@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.report_pages import metrics, peaks, slower
+from support.reports.pages import metrics, peaks, slower
 from support.stored_profiles import HERE, stored_profile
 
 import autopipe

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.report_pages import metrics, slower, subject
+from support.reports.pages import metrics, slower, subject
 
 import autopipe.report.page
 from autopipe.ir.schedule import COMPUTE, Op
