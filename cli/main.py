@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("inspecting", "Show one run: losses, checkpoints, failures, next commands."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
-    "report": ("reporting", "Write a page about a run or the plan: one HTML file."),
+    "report": ("inspecting", "Write a page about a run or the plan: one HTML file."),
     "sweep": ("sweeping", "Train many models or settings on a few devices."),
     "plain": ("plain", "Write the plain loop as a script that does not import autopipe."),
     "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),

@@ -32,6 +32,7 @@ COMMANDS = {
     "train": ("train", options.TrainOptions),
     "evaluate": ("eval", options.EvaluateOptions),
     "export": ("export", options.ExportOptions),
+    "report": ("report", options.ReportOptions),
     "plain": ("plain", options.PlainOptions),
 }
 

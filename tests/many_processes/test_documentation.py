@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.pages import PAGES, ROOT, Block, blocks, missing_lines
+from support.documentation.pages import PAGES, ROOT, Block, blocks, missing_lines
 
 EXECUTED = [page for page in PAGES if any(block.runs and block.language == "sh" for block in blocks(page))]
 EXECUTED += [page for page in PAGES if page.name == "library.md"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# what a browser loads by itself; a link that a reader may follow is none of it
+# what a browser loads by itself, not the links that a reader may follow
 LOADED = re.compile(
     r"<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?(?:src|href|data)=\"([^\"]*)\""
 )

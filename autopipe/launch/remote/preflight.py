@@ -227,7 +227,7 @@ def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterato
 
 
 def same_modules(pool: AgentPool, paths: Sequence[Path]) -> Iterator[Finding]:
-    """Compare source files with those of this machine. A file that a host does not have is no problem."""
+    """Compare source files with those of this machine. A host may lack a file."""
     here = {str(path): file_digest(path) for path in paths}
     answers = pool.ask({i: protocol.Digest(tuple(here)) for i in range(len(pool.agents))}, protocol.Digests)
     for index, agent in enumerate(pool.agents):

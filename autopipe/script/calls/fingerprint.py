@@ -12,7 +12,6 @@ import array
 import contextvars
 import functools
 import itertools
-import marshal
 import math
 import types
 from collections import deque
@@ -151,7 +150,7 @@ def places(
 def _contents(modules: list[nn.Module], code: Reached) -> Hashable:
     """Return what identifies the values at all places. Every call of the model waits for it."""
     description = _Description(code, None)
-    entries: list[Hashable] = []
+    entries: list[Any] = []
     for module in modules:
         for key, value in attributes_of_module(module):
             kind = type(value)
@@ -178,13 +177,13 @@ class _Description:
 
     def of(self, value: Any, depth: int) -> Hashable:
         """Return what identifies a value, looking ``depth`` levels in."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _EXACT:
             return (kind, value)
         if kind in PLAIN_CONTAINERS and not value:
             if self.kept is not None:
                 self.kept.append((value, copied(value)))
-            return kind
+            return (kind,)
         if isinstance(value, PLAIN):
             return (kind, repr(value) if isinstance(value, float) and math.isnan(value) else value)
         if is_remote(value):
@@ -245,29 +244,35 @@ class _Description:
         read = attributes_of(value, self.code)
         if read is None:
             return (id(value), progress)
-        return (id(value), type(value), progress, *[(key, self.of(entry, depth - 1)) for key, entry in read])
+        kind: Any = type(value)
+        return (id(value), kind, progress, *[(key, self.of(entry, depth - 1)) for key, entry in read])
 
     def _of_hidden(self, module: nn.Module, depth: int) -> Hashable:
         """Identify a module that the forward uses and that is not registered in the model."""
         if depth <= 0:
             return id(module)
-        held = of_hidden(module, self.code)
-        return (id(module), type(module), *[(key, self.of(entry, depth - 1)) for key, entry in held])
+        read = of_hidden(module, self.code)
+        return (id(module), type(module), *[(key, self.of(entry, depth - 1)) for key, entry in read])
 
 
 def _of_many(value: Any) -> Hashable:
     """Return what identifies the entries of a large container, if they are numbers or text, or can be hashed."""
     if len(value) >= _TOO_MANY:
         return None
-    entries = tuple(value.items()) if isinstance(value, dict) else tuple(value)
+    entries, others = tuple(value), tuple(value.values()) if isinstance(value, dict) else ()
     try:
-        return hash(marshal.dumps(entries, 2))  # the hash of a tuple is the same for -1 and -2
-    except ValueError:  # other objects
-        pass
-    try:
-        return hash(entries)
+        return tuple((hash(some), hash(tuple(map(type, some))), _of_numbers(some)) for some in (entries, others))
     except TypeError:
         return None
+
+
+def _of_numbers(entries: tuple[Any, ...]) -> int | None:
+    """Return a hash of entries that are numbers, which tells -1 from -2: their own hashes are equal."""
+    try:
+        numbers = np.asarray(entries)
+    except (TypeError, ValueError, RuntimeError):  # sequences of different lengths, or tensors
+        return None
+    return hash(numbers.tobytes()) if numbers.dtype.kind in "if" else None
 
 
 def _of_tensor(value: Tensor) -> Hashable:

@@ -95,5 +95,5 @@ def entries_of(value: Any, code: Reader) -> list[tuple[Any, Any]] | None:
 
 def of_hidden(module: nn.Module, code: Reader) -> list[tuple[str, Any]]:
     """Return (name, value) of what a forward may read of a module that is not registered in the model."""
-    held = [entry for entry in attributes_of_module(module) if entry[0] == "training" or code.reads(entry[0])]
-    return [*held, *((name, below) for name, below in module._modules.items() if below is not None)]
+    entries = [entry for entry in attributes_of_module(module) if entry[0] == "training" or code.reads(entry[0])]
+    return [*entries, *((name, below) for name, below in module._modules.items() if below is not None)]

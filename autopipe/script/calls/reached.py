@@ -64,13 +64,13 @@ class Reached:
         self._walked: dict[int, int] = {}  # what it has looked into in this round -> how deep
         for kind in kinds:
             self._class(kind)
-        held = [entry for module in self.registered.values() for entry in attributes_of_module(module)]
-        held = [(key, value) for key, value in held if may_hold(value)]
+        entries = [entry for module in self.registered.values() for entry in attributes_of_module(module)]
+        entries = [(key, value) for key, value in entries if may_hold(value)]
         before: tuple[int, ...] = ()
         while before != self._extent():
             before = self._extent()
             self._walked = {}
-            for key, value in held:
+            for key, value in entries:
                 self._attribute(key, value)
             for kind in list(self._classes.values()):
                 self._members(kind)

@@ -27,9 +27,9 @@ def sections(text: str, names: list[str]) -> dict[str, list[str]]:
     return result
 
 
-FILES = "ways_parameters.py", "ways_gradients.py", "ways_optimizers.py"
+FILES = "ways/ways_parameters.py", "ways/ways_gradients.py", "ways/ways_optimizers.py"
 WAYS = {way: name for name in FILES for way in functions(name)}
-REFUSED = functions("refused_ways.py")
+REFUSED = functions("ways/refused_ways.py")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return in_stages(SCRIPTS / "refused_ways.py", folder=tmp_path_factory.mktemp("refused"))
+    return in_stages(SCRIPTS / "ways/refused_ways.py", folder=tmp_path_factory.mktemp("refused"))
 
 
 def test_the_table_is_long_enough() -> None:
@@ -78,7 +78,7 @@ def test_a_way_is_refused_with_its_line(way: str, refused: Ended) -> None:
 
 
 def test_a_refusal_changes_nothing_and_is_not_forgotten(refused: Ended, tmp_path: Path) -> None:
-    expected = by_python(SCRIPTS / "refused_ways.py", "--plain", folder=tmp_path)
+    expected = by_python(SCRIPTS / "ways/refused_ways.py", "--plain", folder=tmp_path)
     assert refused.output == expected.output
     assert refused.code == 1
     assert "the script caught this error and went on" in refused.errors

@@ -176,5 +176,5 @@ def test_the_method_writes_the_same_page(run):
     result = autopipe.Pipeline().report("two.html", "20261121-105804")
     assert Path("one.html").read_text() == Path(result.path).read_text()
     assert (result.steps, result.missing) == (30, {})
-    with pytest.raises(autopipe.RunError, match="unknown run"):
+    with pytest.raises(autopipe.RunError, match="there is no run"):
         autopipe.Pipeline().report("two.html", "2026112")

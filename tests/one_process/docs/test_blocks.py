@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from support.pages import KEYS, PAGES, REASONS, ROOT, Block, blocks, missing_lines
+from support.documentation.pages import KEYS, PAGES, REASONS, ROOT, Block, blocks, missing_lines
 
 import autopipe
 from autopipe.cli.main import autopipe as program
@@ -19,7 +19,19 @@ SHELL = [block for block in BLOCKS if block.language == "sh"]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 # what the pages call besides autopipe; `make` is looked up in the Makefile
 PROGRAMS = {"make", "python", "python3", "pip", "ruff", "mypy", "pytest"}
-STARTERS = {"torchrun", "srun", "mpirun", "salloc", "sbatch", "accelerate", "deepspeed", "docker", "sky", "kubectl"}
+STARTERS = {
+    "torchrun",
+    "srun",
+    "mpirun",
+    "salloc",
+    "sbatch",
+    "accelerate",
+    "deepspeed",
+    "docker",
+    "sky",
+    "kubectl",
+    "tensorboard",
+}
 METHODS = {"Pipeline": options.PipelineOptions, "profile": options.ProfileOptions, "plan": options.PlanOptions}
 METHODS |= {"check": options.CheckOptions, "train": options.TrainOptions, "simulate": options.SimulateOptions}
 METHODS |= {"evaluate": options.EvaluateOptions, "export": options.ExportOptions, "plain": options.PlainOptions}

@@ -82,24 +82,24 @@ class Holding(nn.Module):
 
     table: ClassVar[Any] = None
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, content: Any) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)
-        self.held = held
+        self.content = content
 
 
 class InAnObject(Holding):
     """Calls a function of an object."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.inner(self.held.function(x))
+        return self.inner(self.content.function(x))
 
 
 class InAList(Holding):
     """Calls the entries of a list."""
 
     def forward(self, x: Tensor) -> Any:
-        for operation in self.held:
+        for operation in self.content:
             x = operation(x)
         return self.inner(x)
 
@@ -117,14 +117,14 @@ class ByAnIndex(Holding):
     """Takes an entry of an object."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.inner(self.held[x])
+        return self.inner(self.content[x])
 
 
 class Deep(Holding):
     """Reads an attribute of an object of an object."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.inner(x * self.held.a.b.c.d.e.value)
+        return self.inner(x * self.content.a.b.c.d.e.value)
 
 
 class Makes(Holding):
@@ -138,7 +138,7 @@ class Hidden(Holding):
     """Calls a module that is not registered."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.inner(self.held[0](x))
+        return self.inner(self.content[0](x))
 
 
 def nested(value: float) -> SimpleNamespace:
@@ -153,15 +153,15 @@ def set_shift(model: Any) -> None:
 
 
 def set_value(model: Any) -> None:
-    model.held.a.b.c.d.e.value += 1
+    model.content.a.b.c.d.e.value += 1
 
 
 def evaluate(model: Any) -> None:
-    model.held[0].eval()
+    model.content[0].eval()
 
 
 @pytest.mark.parametrize(
-    ("kind", "held", "change"),
+    ("kind", "content", "change"),
     [
         (InAnObject, lambda: SimpleNamespace(function=shifted), set_shift),
         (InAnObject, lambda: SimpleNamespace(function=Shift()), set_shift),
@@ -177,10 +177,10 @@ def evaluate(model: Any) -> None:
     ],
 )
 def test_what_held_objects_read_is_read(
-    kind: type[Holding], held: Callable[[], Any], change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    kind: type[Holding], content: Callable[[], Any], change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "shift", 0.5)
-    model = kind(held())
+    model = kind(content())
     before = fingerprint(model)
     assert fingerprint(model) == before
     monkeypatch.setitem(globals(), "offset", 7.0)  # which only ``__repr__`` reads
@@ -193,12 +193,12 @@ def test_what_a_function_reads_that_has_been_exchanged_in_a_list_is_read(monkeyp
     monkeypatch.setitem(globals(), "offset", 0.25)
     model = InAList([shifted])
     first = fingerprint(model)
-    model.held[0] = moved
+    model.content[0] = moved
     second = fingerprint(model)
     assert second != first
     monkeypatch.setitem(globals(), "offset", 3.0)
     assert fingerprint(model) != second
-    model.held[0] = shifted
+    model.content[0] = shifted
     assert fingerprint(model) == first  # which no longer depends on the other global
 
 
@@ -206,7 +206,7 @@ def test_a_function_is_not_taken_for_one_that_has_its_address() -> None:
     model = InAnObject(SimpleNamespace())
     prints = set()
     for number in range(20):
-        model.held.function = eval(f"lambda x: x * {number}")
+        model.content.function = eval(f"lambda x: x * {number}")
         prints.add(fingerprint(model))
     assert len(prints) == 20
 
@@ -231,14 +231,14 @@ def test_a_name_that_a_class_gets_later_is_read() -> None:
 def test_an_entry_of_a_large_list_is_read(old: Any, new: Any) -> None:
     model = InAList([old] * 2000)
     before = fingerprint(model)
-    model.held[1000] = new
+    model.content[1000] = new
     assert fingerprint(model) != before
 
 
 def test_objects_in_a_circle_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "shift", 0.5)
     first, second = SimpleNamespace(), SimpleNamespace(function=shifted)
-    first.function, second.held = second, first
+    first.function, second.content = second, first
     model = InAnObject(first)
     before = fingerprint(model)
     assert fingerprint(model) == before
@@ -249,5 +249,5 @@ def test_objects_in_a_circle_are_compared_once(monkeypatch: pytest.MonkeyPatch) 
 def test_an_object_of_which_nothing_is_read_does_not_count() -> None:
     model = InAnObject(SimpleNamespace(function=shifted, steps=0))
     before = fingerprint(model)
-    model.held.steps += 1
+    model.content.steps += 1
     assert fingerprint(model) == before

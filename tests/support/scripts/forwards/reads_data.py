@@ -216,7 +216,7 @@ def raised(h):
 
 
 level, height = 1.0, 0.0
-operations, held = [Operation()], types.SimpleNamespace(function=raised, operation=Operation())
+operations, holder = [Operation()], types.SimpleNamespace(function=raised, operation=Operation())
 hidden = [torch.nn.Dropout(0.5)]
 
 
@@ -233,7 +233,7 @@ class objects_in_a_list:
 
 class a_function_of_an_object:
     def inside(net, h):
-        return held.operation[held.function(h)]
+        return holder.operation[holder.function(h)]
 
     def between(i):
         global height, level
