@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.script.calls.inside import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
 from autopipe.script.calls.reached import Reached
@@ -97,7 +98,8 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 def reached(model: nn.Module) -> Reached:
     """Return the places that the forwards of a model may read at this moment."""
-    return _searched(list(model.modules()))[0].code
+    with torch._C.DisableTorchFunction(), _disable_current_modes():  # a call that is recorded asks, too
+        return _searched(list(model.modules()))[0].code
 
 
 def _searched(modules: list[nn.Module]) -> tuple[_Search, Hashable]:
@@ -168,6 +170,7 @@ class _Description:
     def __init__(self, code: Reached, kept: list[tuple[Any, Any]] | None) -> None:
         self.code, self.kept = code, kept
         self._described: dict[int, tuple[int, int, Any]] = {}  # values: levels, number; the value, so that it lives
+        self._results: dict[int, Hashable] = {}
         self._numbers = itertools.count()
 
     def of_attribute(self, key: str, value: Any) -> Hashable:
@@ -200,10 +203,12 @@ class _Description:
         if isinstance(value, nn.Module) and id(value) in self.code.registered:
             return id(value)
         levels, number, _ = self._described.get(id(value), (-1, 0, None))
-        if levels >= depth:  # it is compared there; a comparison before and after a forward has the same objects
-            return ("again", number if self.kept is None else id(value))
+        if levels >= depth:  # it is compared there
+            # a forward may add another way to it, which is then the first one
+            return ("again", number) if self.kept is None else self._results.get(id(value), ("inside", id(value)))
         self._described[id(value)] = (depth, next(self._numbers), value)
-        return self._of_holder(value, depth)
+        result = self._results[id(value)] = self._of_holder(value, depth)
+        return result
 
     def _of_holder(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, nn.Module):
@@ -268,11 +273,9 @@ def _of_many(value: Any) -> Hashable:
 
 def _of_numbers(entries: tuple[Any, ...]) -> int | None:
     """Return a hash of entries that are numbers, which tells -1 from -2: their own hashes are equal."""
-    try:
-        numbers = np.asarray(entries)
-    except (TypeError, ValueError, RuntimeError):  # sequences of different lengths, or tensors
+    if not set(map(type, entries)) <= {int, float, bool}:
         return None
-    return hash(numbers.tobytes()) if numbers.dtype.kind in "if" else None
+    return hash(np.asarray(entries).tobytes())
 
 
 def _of_tensor(value: Tensor) -> Hashable:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 
-FILES = "effects.py", "keeps.py", "reads.py", "reads_data.py"
+FILES = "effects.py", "keeps.py", "reads.py", "reads_data.py", "reads_objects.py"
 FORWARDS = SCRIPTS / "forwards"
 REFUSED = {
     "prints": "writes 'forward' to standard output",
