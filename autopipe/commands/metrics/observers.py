@@ -12,6 +12,7 @@ Training does not wait for them. It waits only if they are ``MOST`` rows behind,
 from __future__ import annotations
 
 import queue
+import textwrap
 import threading
 import time
 from collections import deque
@@ -138,14 +139,13 @@ class Observers:
             logger.log(row)
         except Exception as error:
             self.loggers.remove(logger)
-            what = f"--log {logger.name} failed: {type(error).__name__}: {error}"
-            self._notes.append(f"warning: {what}; training continues without it")
+            self._notes.append(f"warning: --log {logger.name} failed: {_brief(error)}; training continues without it")
 
     def _close(self, logger: RunLogger, ok: bool) -> None:
         try:
             logger.close(ok=ok)
         except Exception as error:
-            self._notes.append(f"warning: --log {logger.name} could not end: {type(error).__name__}: {error}")
+            self._notes.append(f"warning: --log {logger.name} could not end: {_brief(error)}")
 
     def _call(self, hook: Hook, row: Mapping[str, Any]) -> None:
         try:
@@ -171,3 +171,8 @@ class Observers:
         self.error = ModelFileError(what, where=where, remedy=remedy)
         self.error.__cause__ = cause
         self.ask(f"{hook.label} failed")
+
+
+def _brief(error: Exception) -> str:
+    """Return an error in one line. Those of a database contain the complete statement."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopipe.runtime.job import RunDirectory
 
 # the name after --log, which is also the extra that installs it -> the package that is imported
-LOGGERS = {"tensorboard": "tensorboard"}
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def refuse_missing(names: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def begin(names: Sequence[str], run: RunDirectory, step: int, plan: Plan) -> list[RunLogger]:
-    """Return the loggers of a run that continues at ``step``.
+    """Return the loggers of a run that continues at ``step``; -1: a new run.
 
     Raises: RunError for a tool that cannot begin.
     """
@@ -48,6 +48,8 @@ def begin(names: Sequence[str], run: RunDirectory, step: int, plan: Plan) -> lis
         except Exception as error:
             for other in loggers:
                 other.close(ok=False)
+            if isinstance(error, RunError):
+                raise
             raise RunError(
                 f"--log {name} cannot begin: {type(error).__name__}: {error}",
                 remedy=f"correct the settings of {name}, or omit --log {name}",

@@ -128,7 +128,7 @@ def train(
                 path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
-        observers.loggers = begin_loggers(settings.log, run, max(start, 0), prepared.plan)
+        observers.loggers = begin_loggers(settings.log, run, start, prepared.plan)
         return _launch(settings, prepared, run, start, events, observers, rendezvous, stop)
 
 

@@ -29,7 +29,7 @@ class Recorded:
 
     def log(self, row: Mapping[str, Any]) -> None:
         if len(self.rows) == self._fails_at:
-            raise ConnectionError("the server is gone")
+            raise ConnectionError("the server\n  is gone")
         self.rows.append(row)
 
     def close(self, *, ok: bool) -> None:
