@@ -8,8 +8,9 @@ the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and pl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
@@ -19,6 +20,7 @@ from autopipe.commands.settings import WORK_DIRECTORY, ignore_event
 from autopipe.errors import RunError
 
 if TYPE_CHECKING:
+    from autopipe.commands.loop.steps import Steps
     from autopipe.commands.settings import Events, Progress, StopEvent
     from autopipe.report.results import (
         CheckReport,
@@ -174,10 +176,65 @@ class Pipeline:
 
         Raises: WorkerError for the first rank that failed.
         """
+        return self._trained(self._merged(options, table.TrainOptions), on_event, stop, devices)
+
+    @_guarded
+    def steps(
+        self,
+        batches: Iterable[Any],
+        *,
+        on_event: Events | None = None,
+        devices: Sequence[int] = (),
+        **options: Unpack[table.TrainOptions],
+    ) -> Steps:
+        """Train in a loop of the caller: ``for loss in pipe.steps(batches)``, one optimizer step for each minibatch.
+
+        ``batches`` yields minibatches as ``data`` of a model file does: (inputs, target) or a dict. It is read in the
+        calling thread, and the next minibatch only after the loop's body of the one before. Each loss is a float with
+        the attributes ``step`` and ``learning_rate``. The training ends, with a checkpoint, when the iterable ends, at
+        ``break``, and at an exception in the loop. ``result`` of the returned object is then the ``TrainResult``.
+        ``on_event`` is called in another thread. Options are those of ``train``, except for those of the data.
+
+        Raises: RunError for an option that such a training cannot have. The loop raises what ``train`` raises.
+        """
+        from autopipe.commands.loop.options import refuse_options
+        from autopipe.commands.loop.steps import Steps
+
+        refuse_options(options)
+        self._merged(options, table.TrainOptions)  # an invalid value is an error here, not in the loop
+
+        def train(first: Any, address: str, on_event: Events, stop: StopEvent) -> TrainResult:
+            return self._train_loop(first, address, on_event, stop, devices, **options)
+
+        return Steps(batches, train, on_event)
+
+    @_command
+    def _train_loop(
+        self,
+        first: Any,
+        address: str,
+        on_event: Events,
+        stop: StopEvent,
+        devices: Sequence[int],
+        **options: Unpack[table.TrainOptions],
+    ) -> TrainResult:
+        from autopipe.commands.loop.options import options_of
+
+        given = options_of(self._merged(options, table.TrainOptions), first)
+        return self._trained(given, on_event, stop, devices, address)
+
+    def _trained(
+        self,
+        given: Mapping[str, Any],
+        on_event: Events | None,
+        stop: StopEvent | None,
+        devices: Sequence[int],
+        loop: str = "",
+    ) -> TrainResult:
+        """Train with options that are merged. ``loop``: as in ``TrainSettings``."""
         from autopipe.commands.training import runs
         from autopipe.commands.training.placement import placed
 
-        given = self._merged(options, table.TrainOptions)
         launch = table.launch_settings(given)
         if launch.name not in _IN_PROCESS:
             raise RunError(
@@ -185,6 +242,7 @@ class Pipeline:
                 remedy=f"run autopipe train --launcher {launch.name}, or use launcher 'local' or 'ssh' in Python",
             )
         settings = placed(table.train_settings(self.target, given, launch=launch, devices=devices))
+        settings = dataclasses.replace(settings, loop=loop)
         run = functools.partial(runs.train, settings, on_event or ignore_event)
         result = run() if stop is None else run(stop=stop.is_set)
         self._last_run = Path(result.run_dir)

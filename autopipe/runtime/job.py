@@ -85,6 +85,8 @@ class Job:
     device_budget_bytes: int = 0
     # one of ``DATA_READERS``: each rank reads, or rank 0 reads for all
     data_reader: str = "each"
+    # the socket from which rank 0 receives the minibatches, see ``runtime.batches.from_loop``; "": the model's data
+    loop: str = ""
     # a run that resumes is evaluated first: the one before was killed while it evaluated
     evaluate_first: bool = False
     # a resumed run must read the same data as before

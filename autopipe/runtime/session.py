@@ -20,6 +20,7 @@ from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
+from autopipe.runtime.batches.from_loop import read_from_loop
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
 from autopipe.runtime.batches.recordings import Recordings
@@ -168,7 +169,11 @@ class RankSession:
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
         if who == "one":
-            return OneReads(source, self._recordings, self.transport, self.reporter, self._placement, training)
+            reader = OneReads(source, self._recordings, self.transport, self.reporter, self._placement, training)
+            if training and self.job.loop:
+                source.once = True
+                read_from_loop(self.workload, self.job.loop, self.reporter).waits = reader.waits
+            return reader
         transport = self.transport
         processes = transport.processes if isinstance(transport, TeamTransport) else transport
         exchange = DigestExchange(processes, evaluating=not training)

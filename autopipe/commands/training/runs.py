@@ -19,6 +19,7 @@ from autopipe.commands.exporting import export
 from autopipe.commands.finished import evaluate, find_run
 from autopipe.commands.inspecting import history
 from autopipe.commands.locks import only_one
+from autopipe.commands.loop.options import refuse_impossible as refuse_impossible_loop
 from autopipe.commands.metrics.observers import Observers, hooks_of
 from autopipe.commands.metrics.registry import begin as begin_loggers
 from autopipe.commands.metrics.registry import refuse_missing
@@ -97,6 +98,7 @@ def train(
             for text in (*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)):
                 events("note", {"text": text})
             events("plan", {"plan": prepared.plan})
+            refuse_impossible_loop(settings, prepared)
             observers = _observers(settings, prepared, events)
             if settings.compile:
                 refuse_uncompilable(prepared.plan)
@@ -118,12 +120,7 @@ def train(
             elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
                 raise refusal  # check_first would have raised it
             settings = _with_reader(settings, repeating, events)
-            if settings.data_reader == "one" and prepared.plan.team > 1:
-                raise RunError(
-                    f"with --tensor-parallel {prepared.plan.team}, every rank reads the data, and its members need the "
-                    "same minibatches; but one rank would read for all (--data-reader one)",
-                    remedy="let every process read the same data in the same order, with a seeded generator",
-                )
+            _refuse_one_reader(settings, prepared)
             if path is None:
                 path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step
@@ -193,6 +190,16 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
     return replace(settings, data_reader=repeats.reader, same_data=same)
 
 
+def _refuse_one_reader(settings: TrainSettings, prepared: Prepared) -> None:
+    """Refuse teams whose members would get the data from one rank. Raises: RunError."""
+    if settings.data_reader == "one" and prepared.plan.team > 1:
+        raise RunError(
+            f"with --tensor-parallel {prepared.plan.team}, every rank reads the data, and its members need the "
+            "same minibatches; but one rank would read for all (--data-reader one)",
+            remedy="let every process read the same data in the same order, with a seeded generator",
+        )
+
+
 def _verify_initial_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
     """Compare the initial weights with the model, before ranks start. Raises: RunError, ArtifactError."""
     weights = weights_of(str(path), prepared.graph, prepared.workload, trust=trust)
@@ -232,6 +239,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDir
         allow_data_dependent=prepared.allow_data_dependent,
         data_reader="each" if settings.data_reader == "auto" else settings.data_reader,
         same_data=settings.same_data,
+        loop=settings.loop,
         replay=settings.replay,
         learning_rate=settings.new_rate,
         ema=settings.plan.ema or 0.0,

@@ -33,7 +33,7 @@ def store(item: Any, factors: Sequence[float], folder: Path) -> None:
     Raises: UnstorableBatchError naming the first type that cannot be stored; OSError.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = _encoded(item, tensors)
+    tree = encoded(item, tensors)
     try:
         snapshot = Snapshot.of(tensors)
     except ArtifactError as error:
@@ -50,13 +50,17 @@ def load(folder: Path) -> tuple[Any, list[float]]:
     """
     try:
         document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
-        item = _decoded(document["minibatch"], load_file(folder / _TENSORS))
+        item = decoded(document["minibatch"], load_file(folder / _TENSORS))
         return item, [float(factor) for factor in document["factors"]]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ArtifactError(f"the minibatch of an audit cannot be read: {error}", where=str(folder)) from error
 
 
-def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value as JSON values, and add its tensors to ``tensors``: without gaps, on the host.
+
+    Raises: UnstorableBatchError naming the first type that cannot be stored.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return {"value": value}
@@ -65,18 +69,19 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = packed(value.detach().cpu(), order)
         return {"tensor": name, "shape": list(value.shape), "order": order}
     if kind in (list, tuple):
-        return {kind.__name__: [_encoded(entry, tensors) for entry in value]}
+        return {kind.__name__: [encoded(entry, tensors) for entry in value]}
     if kind is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _encoded(entry, tensors)] for key, entry in value.items()]}
+        return {"dict": [[key, encoded(entry, tensors)] for key, entry in value.items()]}
     raise UnstorableBatchError(f"it contains a {kind.__module__}.{kind.__qualname__}")
 
 
-def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the value of which ``encoded`` gave JSON values and tensors."""
     if "tensor" in tree:
         return unpacked(tensors[tree["tensor"]].clone(), tree["shape"], tree["order"])
     if "value" in tree:
         return tree["value"]
     if "dict" in tree:
-        return {key: _decoded(entry, tensors) for key, entry in tree["dict"]}
-    sequence = [_decoded(entry, tensors) for entry in tree.get("list", tree.get("tuple"))]
+        return {key: decoded(entry, tensors) for key, entry in tree["dict"]}
+    sequence = [decoded(entry, tensors) for entry in tree.get("list", tree.get("tuple"))]
     return tuple(sequence) if "tuple" in tree else sequence

@@ -138,6 +138,10 @@ class OneReads:
     def settle(self) -> None:
         """Do nothing: only one rank reads."""
 
+    def waits(self) -> None:
+        """Send the other ranks that rank 0 waits for data, so that their own wait does not time out."""
+        self._send_header_to_all({"kind": "wait"})
+
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _read_by(self, recording: Recording, stage: int) -> tuple[str, ...]:
@@ -218,6 +222,8 @@ class OneReads:
             header = self._receive_header()
             if header["kind"] == "end":
                 break
+            if header["kind"] == "wait":
+                continue
             if header["kind"] == "recording":
                 self.recordings.follow(header["name"], training=header["training"])
             else:
