@@ -23,6 +23,7 @@ from autopipe.planning.refusals import (
     microbatch_count,
 )
 from autopipe.planning.search.alternatives import Score, best_by_score
+from autopipe.planning.search.banded import best_cuts
 from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
@@ -297,7 +298,7 @@ def _solve_equal(problem: Problem) -> Plan | None:
     stages = problem.options.num_stages
     known, key = problem.sized.searched, problem.searched_as
     if key is None or key not in known:
-        searched = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+        searched = best_cuts(problem, stages)
         if key is not None:
             known[key] = searched
     best, starts = searched if key is None else known[key]

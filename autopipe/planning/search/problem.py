@@ -256,13 +256,18 @@ class Problem:
 
     @functools.cached_property
     def _whole(self) -> StageTerms:
-        """The bytes of the whole model as one stage."""
-        return self.sized.terms([0], by_block="block" in self.modes)[0]
+        """The bytes of the whole model as one stage, without recompute by block."""
+        return self.sized.terms([0])[0]
+
+    @functools.cached_property
+    def _whole_by_block(self) -> StageTerms:
+        return self.sized.terms([0], by_block=True)[0]
 
     def _peak_if_equal(self, stage: int, num_stages: int, mode: str) -> int:
         """Return the peak of the whole model with as many microbatches in flight as a stage has."""
         num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
-        return self._whole.peak(num_in_flight, versions, mode, self.waiting(stage), self.sharing)
+        whole = self._whole_by_block if mode == "block" else self._whole
+        return whole.peak(num_in_flight, versions, mode, self.waiting(stage), self.sharing)
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k with the first mode that fits, infinite where none does."""
