@@ -145,7 +145,7 @@ def _show(terminal: Terminal, result: PlanResult) -> None:
     if numbers is not None and (drawing := fit.picture(plan, profile, cluster)):
         terminal.table(drawing)
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
-    terminal.document("plan", documents.plan(result) | ({} if numbers is None else numbers.document()))
+    terminal.document("plan", documents.plan(result) | ({} if numbers is None else {"fit": numbers.document()}))
 
 
 def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) -> None:

@@ -43,6 +43,7 @@ from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import ASSUMED_HOSTS
 from autopipe.planning.requests import PlanRequest
+from autopipe.planning.scores import few_cuts_of_estimate
 from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
 from autopipe.schedules import REGISTRY
@@ -118,6 +119,11 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
         profile = on_cluster(profile, record.cluster)
+        if few_cuts_of_estimate(profile, record.cluster):
+            work.notes.append(
+                "a large model, and estimated times: a part of its cuts was considered, and plans that differ from the "
+                "best one in a single cut were not simulated"
+            )
         against = reasons = None
         try:
             counted_with = with_averages(profile, request)

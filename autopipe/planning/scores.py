@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, least_step_seconds, predict
+from autopipe.planning.cost.sized import cuts_of
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import microbatch_count
 from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
@@ -27,7 +27,7 @@ def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOp
     If they are too large to simulate, the score is the closed-form estimate for all of them: the two kinds of
     prediction are never compared with each other. Runners-up are searched unless ``few_cuts_of_estimate``.
     """
-    stages = len(Cuts(profile.graph).legal) + 1
+    stages = len(cuts_of(profile).legal) + 1
     largest = max(1, *(_largest(profile, options, stages) for options in choices))
     if largest > MOST_SIMULATED_ONCE:
         return RankedScore(lambda plan: plan.predicted, 1)
@@ -46,7 +46,7 @@ def few_cuts_of_estimate(profile: Profile, cluster: Cluster) -> bool:
     Then a plan is not compared with those that lack one of its cuts. They differ from it in the place of a cut, by less
     than the error of the estimate and of leaving out most cuts, and would take more time than the rest of the search.
     """
-    return bool(cluster.devices[0].datasheet) and len(Cuts(profile.graph).legal) > MOST_CUTS
+    return bool(cluster.devices[0].datasheet) and len(cuts_of(profile).legal) > MOST_CUTS
 
 
 def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:

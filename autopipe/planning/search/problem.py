@@ -196,11 +196,11 @@ class Problem:
         return {}
 
     @functools.cached_property
-    def searched_as(self) -> tuple[Any, ...] | None:
-        """What determines the best cuts, besides the tables; None if memory does as well, or recompute by block."""
+    def searched_as(self) -> tuple[Any, ...]:
+        """What determines the best cuts, besides the tables."""
         options, cluster = self.options, self.cluster
         if any(device.memory_bytes for device in cluster.devices) or self.fastest_mode == "block":
-            return None
+            return (options, cluster, self.num_microbatches, self.apart, self.needs)
         layout = options.num_ranks, options.replicas, options.num_stages, options.stage_ranks, self.apart
         speeds = tuple(device.speed for device in cluster.devices)
         return (*layout, options.sharded, cluster.levels, speeds, self.num_microbatches, self.fastest_mode)
