@@ -103,7 +103,8 @@ def plan_command(
     TARGET's file is code, and it is run. Without TARGET, the plan is made from the stored profile and no model file is
     read, which also works for devices of other machines (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With
     --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
-    a CPU. --from-pipedream plans a profile in PipeDream's format. It writes nothing, and neither does --sweep-gpus.
+    a CPU, and TARGET is counted and not measured if this machine has no GPU. --from-pipedream plans a profile in
+    PipeDream's format. It writes nothing, and neither does --sweep-gpus.
     """
     from autopipe.commands.planning.request import request_of
 

@@ -43,8 +43,8 @@ def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOp
 def few_cuts_of_estimate(profile: Profile, cluster: Cluster) -> bool:
     """Return whether times are estimated from datasheets, and the graph has more cuts than a search considers.
 
-    Then a plan is not compared with those that lack one of its cuts. They differ from it in the place of a cut, by less
-    than the error of the estimate and of leaving out most cuts, and would take more time than the rest of the search.
+    Then a plan is not compared with those that lack one of its cuts: most cuts are left out in any case, times are
+    estimates, and these searches would take longer than all others.
     """
     return bool(cluster.devices[0].datasheet) and len(cuts_of(profile).legal) > MOST_CUTS
 

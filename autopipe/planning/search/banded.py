@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,9 @@ class Band:
     def of_tables(self, tables: T) -> T:
         """Return the tables with all of their arrays, and those of their parts, in the band."""
         parts = {field.name: getattr(tables, field.name) for field in dataclasses.fields(tables)}
-        arrays = {name: self.of_table(part) for name, part in parts.items() if isinstance(part, np.ndarray)}
+        arrays: dict[str, Any] = {
+            name: self.of_table(part) for name, part in parts.items() if isinstance(part, np.ndarray)
+        }
         return dataclasses.replace(tables, **arrays)
 
 
@@ -71,18 +73,18 @@ class BandedProblem(Problem):
     band: Band
 
     @property
-    def sized(self) -> Sized:  # type: ignore[override]  # the attribute of the other problem
+    def sized(self) -> Sized:
         """As of all pairs."""
         return self.every.sized
 
     @functools.cached_property
-    def tables(self) -> Tables:  # type: ignore[override]
+    def tables(self) -> Tables:
         """The stage tables of the band."""
         tables = self.band.of_tables(self.every.tables)
         return dataclasses.replace(tables, memory=self.band.of_tables(tables.memory))
 
     @functools.cached_property
-    def block_tables(self) -> BlockTables:  # type: ignore[override]
+    def block_tables(self) -> BlockTables:
         """The stage tables of recompute by block of the band."""
         return self.band.of_tables(self.every.block_tables)
 
