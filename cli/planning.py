@@ -103,7 +103,8 @@ def plan_command(
     TARGET's file is code, and it is run. Without TARGET, the plan is made from the stored profile and no model file is
     read, which also works for devices of other machines (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With
     --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
-    a CPU. --from-pipedream plans a profile in PipeDream's format. It writes nothing, and neither does --sweep-gpus.
+    a CPU, and TARGET is counted and not measured if this machine has no GPU. --from-pipedream plans a profile in
+    PipeDream's format. It writes nothing, and neither does --sweep-gpus.
     """
     from autopipe.commands.planning.request import request_of
 
@@ -132,19 +133,20 @@ def plan_command(
 
 
 def _show(terminal: Terminal, result: PlanResult) -> None:
-    from autopipe.report import plans, tables
+    from autopipe.report import fit, plans, tables
 
+    plan, profile, cluster = result.plan, result.profile, result.cluster
+    estimated = bool(cluster.devices[0].datasheet)
+    numbers = fit.fit(plan, profile, cluster) if estimated else None
+    if numbers is not None:
+        terminal.table(fit.lines(numbers, plan))
     terminal.notes(result.notes, result.warnings)
-    terminal.table(
-        tables.stage_table(result.plan, result.cluster),
-        tables.prediction_lines(
-            result.plan,
-            result.comparison.alone if result.comparison else None,
-            estimated=bool(result.cluster.devices[0].datasheet),
-        ),
-    )
+    alone = result.comparison.alone if result.comparison else None
+    terminal.table(tables.stage_table(plan, cluster), tables.prediction_lines(plan, alone, estimated=estimated))
+    if numbers is not None and (drawing := fit.picture(plan, profile, cluster)):
+        terminal.table(drawing)
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
-    terminal.document("plan", documents.plan(result))
+    terminal.document("plan", documents.plan(result) | ({} if numbers is None else {"fit": numbers.document()}))
 
 
 def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) -> None:

@@ -29,6 +29,7 @@ from autopipe.trace.teams import alone
 from autopipe.workload.cutting.hook import Minibatch
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
+COUNTED_SIZES = (1, 8)  # operations and bytes of sizes between them are interpolated: they grow with the batch
 Accept = Callable[[Graph], None]
 """Takes the captured graph before it is measured; raises to refuse it."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
-from autopipe.commands.measuring import ensure_profile, measure_anew
-from autopipe.commands.models import counted_if_too_large, keeps_decisions, load_model
+from autopipe.commands.measuring import COUNTED_SIZES, ensure_profile, measure_anew
+from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
 from autopipe.commands.named import remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
@@ -30,17 +30,20 @@ from autopipe.commands.settings import (
     Progress,
 )
 from autopipe.commands.store import PlanRecord, Store, Work
-from autopipe.errors import ArtifactError, counted
+from autopipe.errors import ArtifactError, ModelFileError, ProfileError, TraceError, counted
 from autopipe.generate import generate as generate_stages
 from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Profile
+from autopipe.ir.profile import COUNTED, Profile
+from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import ASSUMED_HOSTS
+from autopipe.planning.requests import PlanRequest
+from autopipe.planning.scores import few_cuts_of_estimate
 from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
 from autopipe.schedules import REGISTRY
@@ -107,9 +110,8 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
                 previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
-            sizes, may_count = microbatch_sizes(settings), request.of_datasheet
-            settings = with_team(settings, work, sizes, minibatch)
-            model, profile = ensure_profile(settings.profile, work, sizes, minibatch=minibatch, may_count=may_count)
+            sizes = microbatch_sizes(settings)
+            model, profile = _profile_for(settings, request, work, sizes, minibatch)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
             batch_size, warnings = batch_of(model.workload, request), model.capture.notes
@@ -117,6 +119,11 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
         profile = on_cluster(profile, record.cluster)
+        if few_cuts_of_estimate(profile, record.cluster):
+            work.notes.append(
+                "a large model, and estimated times: a part of its cuts was considered, and plans that differ from the "
+                "best one in a single cut were not simulated"
+            )
         against = reasons = None
         try:
             counted_with = with_averages(profile, request)
@@ -135,6 +142,33 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             against,
             reasons,
         )
+
+
+def _profile_for(
+    settings: PlanSettings, request: PlanRequest, work: Work, sizes: tuple[int, ...], minibatch: Minibatch | None
+) -> tuple[Model, Profile]:
+    """Return the model and its profile. For devices with a datasheet, a CPU's times are not needed: it is counted.
+
+    A model that cannot be counted is measured.
+    """
+
+    def profiled(settings: PlanSettings) -> tuple[Model, Profile]:
+        settings = with_team(settings, work, sizes, minibatch)
+        return ensure_profile(settings.profile, work, sizes, minibatch=minibatch, may_count=request.of_datasheet)
+
+    given = settings.profile
+    if not request.of_datasheet or given.device is not None or find_device("auto").type != "cpu":
+        return profiled(settings)
+    counting = dataclasses.replace(given, estimate=True)
+    if counting.microbatch_sizes is None and not work.store.profile.exists():
+        counting = dataclasses.replace(counting, microbatch_sizes=tuple(sorted({*COUNTED_SIZES, *sizes})))
+    try:
+        model, profile = profiled(dataclasses.replace(settings, profile=counting))
+    except (TraceError, ModelFileError, ProfileError):
+        return profiled(settings)
+    if profile.device.kind == COUNTED:
+        work.notes.append("nothing was timed, and the recorded model was not compared with the original")
+    return model, profile
 
 
 def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) -> GenerateResult:

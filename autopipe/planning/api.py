@@ -23,6 +23,7 @@ from autopipe.planning.refusals import (
     microbatch_count,
 )
 from autopipe.planning.search.alternatives import Score, best_by_score
+from autopipe.planning.search.banded import best_cuts
 from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
@@ -296,11 +297,9 @@ def _solve_equal(problem: Problem) -> Plan | None:
     """Return the best plan whose stages do not differ in their replicas, or None if no plan fits the memory."""
     stages = problem.options.num_stages
     known, key = problem.sized.searched, problem.searched_as
-    if key is None or key not in known:
-        searched = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
-        if key is not None:
-            known[key] = searched
-    best, starts = searched if key is None else known[key]
+    if key not in known:
+        known[key] = best_cuts(problem, stages)
+    best, starts = known[key]
     if math.isinf(best) and stages > problem.options.num_groups:
         divided = _divided_by_need(problem)
         return None if divided is None else _solve_equal(divided)
@@ -314,7 +313,10 @@ def _divided_by_need(problem: Problem) -> Problem | None:
     says what its stages need.
     """
     stages, n = problem.options.num_stages, problem.tables.num_atoms
-    _, starts = unreplicated_cuts(n, stages, lambda k: problem.overflow_table(k, stages))
+    known, key = problem.sized.searched, ("overflow", *problem.searched_as)
+    if key not in known:
+        known[key] = unreplicated_cuts(n, stages, lambda k: problem.overflow_table(k, stages))
+    _, starts = known[key]
     if problem.needs or len(starts) != stages - 1:
         return None
     pairs = list(itertools.pairwise((0, *starts, n)))

@@ -32,6 +32,9 @@ NETWORK_LATENCY_SECONDS = 30e-6
 ASSUMED_HOSTS = "hosts (assumed)"  # the name of their level
 GPU_CONTEXT_BYTES, GPU_GAPS = 2**30, 0.08  # see usable_gpu_bytes
 LINK_LATENCY_SECONDS = 20e-6
+# the newest estimates: (profile, name of the datasheet, estimate). What searches keep is kept for the same object
+_ESTIMATED: list[tuple[Profile, str, Profile]] = []
+_MOST_ESTIMATED = 2
 
 
 def cluster_of_figures(
@@ -112,7 +115,13 @@ def with_estimated_times(profile: Profile, cluster: Cluster) -> Profile:
     first = cluster.devices[0].datasheet
     if not first or recognized(profile.device.name) is not None:
         return profile
-    return on_datasheet(profile, datasheet(first), precision_of(profile))
+    name = datasheet(first).name
+    for counted, known, estimated in _ESTIMATED:
+        if counted is profile and known == name:
+            return estimated
+    estimated = on_datasheet(profile, datasheet(first), precision_of(profile))
+    _ESTIMATED[:] = [*_ESTIMATED, (profile, name, estimated)][-_MOST_ESTIMATED:]
+    return estimated
 
 
 def precision_of(profile: Profile) -> str:

@@ -23,12 +23,14 @@ MOST_SCORED = 20
 class RankedScore:
     """An expensive score, evaluated only for the ``most`` best plans by the closed-form estimate.
 
-    If these are fewer than about 20, there is no search for runners-up: each takes a search of its own.
+    If these are fewer than about 20, there is no search for runners-up: each takes a search of its own. Neither is
+    there one if ``searches_runners_up`` is False.
     """
 
     score: Score
     most: int  # plans
     least: Callable[[Plan], float] = lambda plan: 0.0  # a lower bound of the seconds of a step with this score
+    searches_runners_up: bool = True
 
     def __call__(self, plan: Plan) -> Prediction:
         """Return the score of a plan."""
@@ -71,7 +73,8 @@ def best_by_score(
     most = most_scored(score)
     ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
     plans = [plan for _, plan in ranked[:most]]
-    for problem, plan in ranked[:3] if most >= MOST_SCORED else ():
+    searches = most >= MOST_SCORED and not (isinstance(score, RankedScore) and not score.searches_runners_up)
+    for problem, plan in ranked[:3] if searches else ():
         if len(plans) < most:
             plans.extend(runners_up(problem, plan, solve)[: most - len(plans)])
     whole = sorted(whole_model_plans([problem for problem, _ in pairs]), key=lambda plan: plan.predicted.step_seconds)

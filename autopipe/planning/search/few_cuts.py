@@ -19,6 +19,7 @@ from autopipe.ir.profile import Profile
 
 MOST_CUTS, KEPT_CUTS = 512, 128
 CUTS_PER_STAGE = 8
+_MOST_RECENT = 8
 
 
 class FewCuts(Cuts):
@@ -27,6 +28,10 @@ class FewCuts(Cuts):
     def __init__(self, cuts: Cuts, profile: Profile, most: int) -> None:
         super().__init__(cuts.graph)
         self._cuts, self._profile, self._most = cuts, profile, most
+
+    def is_of(self, cuts: Cuts, profile: Profile, most: int) -> bool:
+        """Return whether it is a part of these cuts, for these arguments."""
+        return self._cuts is cuts and self._profile is profile and self._most == most
 
     @functools.cached_property
     def legal(self) -> tuple[int, ...]:
@@ -74,9 +79,19 @@ def _sizes(profile: Profile) -> list[float]:
     return [math.fsum(row) for row in zip(*columns, strict=True)]
 
 
+_RECENT: list[FewCuts] = []  # the newest last; what ``cost.sized`` keeps is kept for these objects
+
+
+def _few(cuts: Cuts, profile: Profile, most: int) -> FewCuts:
+    """Return a part of the cuts, the same object for searches that follow one another."""
+    known = next((few for few in _RECENT if few.is_of(cuts, profile, most)), None) or FewCuts(cuts, profile, most)
+    _RECENT[:] = [*(few for few in _RECENT if few is not known), known][-_MOST_RECENT:]
+    return known
+
+
 def cuts_to_search(cuts: Cuts, profile: Profile, num_stages: int) -> Cuts:
     """Return the cuts themselves, or a part of them if they are more than a search should evaluate."""
     if len(cuts.legal) <= max(MOST_CUTS, CUTS_PER_STAGE * num_stages):
         return cuts
-    fewer = FewCuts(cuts, profile, max(KEPT_CUTS, CUTS_PER_STAGE * num_stages))
+    fewer = _few(cuts, profile, max(KEPT_CUTS, CUTS_PER_STAGE * num_stages))
     return fewer if len(fewer.legal) >= CUTS_PER_STAGE * num_stages else cuts

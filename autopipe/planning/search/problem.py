@@ -196,11 +196,11 @@ class Problem:
         return {}
 
     @functools.cached_property
-    def searched_as(self) -> tuple[Any, ...] | None:
-        """What determines the best cuts, besides the tables; None if memory does as well, or recompute by block."""
+    def searched_as(self) -> tuple[Any, ...]:
+        """What determines the best cuts, besides the tables."""
         options, cluster = self.options, self.cluster
         if any(device.memory_bytes for device in cluster.devices) or self.fastest_mode == "block":
-            return None
+            return (options, cluster, self.num_microbatches, self.apart, self.needs)
         layout = options.num_ranks, options.replicas, options.num_stages, options.stage_ranks, self.apart
         speeds = tuple(device.speed for device in cluster.devices)
         return (*layout, options.sharded, cluster.levels, speeds, self.num_microbatches, self.fastest_mode)
@@ -256,13 +256,18 @@ class Problem:
 
     @functools.cached_property
     def _whole(self) -> StageTerms:
-        """The bytes of the whole model as one stage."""
-        return self.sized.terms([0], by_block="block" in self.modes)[0]
+        """The bytes of the whole model as one stage, without recompute by block."""
+        return self.sized.terms([0])[0]
+
+    @functools.cached_property
+    def _whole_by_block(self) -> StageTerms:
+        return self.sized.terms([0], by_block=True)[0]
 
     def _peak_if_equal(self, stage: int, num_stages: int, mode: str) -> int:
         """Return the peak of the whole model with as many microbatches in flight as a stage has."""
         num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
-        return self._whole.peak(num_in_flight, versions, mode, self.waiting(stage), self.sharing)
+        whole = self._whole_by_block if mode == "block" else self._whole
+        return whole.peak(num_in_flight, versions, mode, self.waiting(stage), self.sharing)
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k with the first mode that fits, infinite where none does."""

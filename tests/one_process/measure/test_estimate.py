@@ -119,7 +119,7 @@ def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkey
     shown = run("profile", "net.py")
     assert "net.py:build_model does not fit this machine: 0.00e9 parameters" in " ".join(shown.stderr.split())
     planned = ("plan", "net.py", "--gpus", "2", "--device-name", "H100", "--work-dir", "fresh")
-    assert "counted instead, and nothing was timed" in " ".join(run(*planned).stderr.split())
+    assert "nothing was timed" in " ".join(run(*planned).stderr.split())
     assert "counted: nothing was timed" in shown.stdout
     assert artifact.load(Profile, tmp_path / ".autopipe/profile.json", renew="").batch_size == 8
     text = " ".join(run("plan", "--gpus", "2", code=1).stderr.split())
