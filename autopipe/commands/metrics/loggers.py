@@ -149,7 +149,9 @@ class MlflowLogger:
 
 
 KINDS: dict[str, Callable[[RunDirectory, int, Plan], RunLogger]] = {
-    kind.name: kind for kind in (TensorBoardLogger, WandbLogger, MlflowLogger)
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
 }
 
 
