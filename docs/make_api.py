@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": ("simulate", options.SimulateOptions),
     "check": ("check", options.CheckOptions),
     "train": ("train", options.TrainOptions),
+    "steps": ("train", options.TrainOptions),
     "evaluate": ("eval", options.EvaluateOptions),
     "export": ("export", options.ExportOptions),
     "report": ("report", options.ReportOptions),

@@ -30,7 +30,10 @@ STARTERS = {
     "docker",
     "sky",
     "kubectl",
+    "export",
     "tensorboard",
+    "wandb",
+    "mlflow",
 }
 METHODS = {"Pipeline": options.PipelineOptions, "profile": options.ProfileOptions, "plan": options.PlanOptions}
 METHODS |= {"check": options.CheckOptions, "train": options.TrainOptions, "simulate": options.SimulateOptions}
