@@ -36,7 +36,7 @@ from autopipe.units import in_bandwidth, in_bytes
 PLAN = "plan"
 _OVERLAPPING = 4  # minibatches to show of a schedule whose steps overlap
 _SPILLED = 2  # of a spilled one, whose first finds nothing on the device
-_FOLDERS = re.compile(r"(?:[^\s:=]*/)+")
+_FOLDERS = re.compile(r"(?<![^\s:=])(?:~[^\s:=/]*|\.{1,2})?/(?:[^\s:=]*/)?")
 
 
 def report(settings: ReportSettings, progress: Progress | None = None) -> ReportResult:

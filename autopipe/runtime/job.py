@@ -131,7 +131,7 @@ def read_rows(metrics: Path, last_bytes: int = 0) -> Iterator[dict[str, Any]]:
         if last_bytes and metrics.stat().st_size > last_bytes:
             file.seek(-last_bytes, os.SEEK_END)
         for line in file:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line.decode("utf-8", "replace"))
                 if isinstance(row, dict):
                     yield row

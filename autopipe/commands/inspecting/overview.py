@@ -82,11 +82,11 @@ def read(path: Path, name: str) -> RunFiles:
     run = RunDirectory(path)
     damage: list[str] = []
     job, plan = _readable(run.job, damage), _readable(run.plan, damage)
-    entries = history.read(run)
+    entries = _readable(lambda: history.read(run), damage) or ()
     begun = next((entry for entry in reversed(entries) if isinstance(entry, history.Begun)), None)
     saved = _readable(lambda: names.steps(run.checkpoints), damage) or []
     newest = saved[-1] if saved else None
-    done, last = _last_step(run, begun)
+    done, last = _readable(lambda: _last_step(run, begun), damage) or (None, None)
     if done is None:
         done = max(job.start_step, 0) if job else newest or 0
     steps = begun.steps if begun else job.steps if job else 0
@@ -153,9 +153,12 @@ def is_step(row: Mapping[str, Any]) -> bool:
 def number(row: Mapping[str, Any] | None, key: str) -> float | None:
     """Return a number of a row; None if it has none, or it is not finite."""
     value = row.get(key) if row is not None else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 def _readable(read_file: Callable[[], T], damage: list[str]) -> T | None:

@@ -67,8 +67,8 @@ class MetricsFiles:
         self.close()
         if not (self.lines.is_file() or self.table.is_file()):
             return
-        with self._explained():
-            kept = _temporary(self.lines)
+        kept, table = _temporary(self.lines), _temporary(self.table)
+        with self._explained(), _removed(kept, table):
             abandoned = self.lines.with_name("metrics.abandoned.jsonl")
             with contextlib.ExitStack() as files:
                 rows = files.enter_context(kept.open("w", encoding="utf-8"))
@@ -81,8 +81,9 @@ class MetricsFiles:
                         others = files.enter_context(abandoned.open("a", encoding="utf-8"))
                     others.write(json.dumps(row) + "\n")
                 _sync(rows)
+                if others is not None:
+                    _sync(others)
             kept.replace(self.lines)
-            table = _temporary(self.table)
             with table.open("w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file)
                 writer.writerow(COLUMNS)
@@ -126,14 +127,31 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
+@contextlib.contextmanager
+def _removed(*temporary: Path) -> Iterator[None]:
+    """Remove what is left of temporary files at the end."""
+    try:
+        yield
+    finally:
+        for path in temporary:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
 def _sync(file: TextIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    plain = {key: finite(value) if isinstance(value, float) else value for key, value in row.items()}
-    return json.dumps({**plain, "schema_version": SCHEMA_VERSION}) + "\n"
+    plain = {key: _finite(value) for key, value in row.items()}
+    return json.dumps({**plain, "schema_version": SCHEMA_VERSION}, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return finite(value)
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _is_before(row: Mapping[str, Any], step: int) -> bool:

@@ -137,20 +137,20 @@ class Observers:
     def _log(self, logger: RunLogger, row: Mapping[str, Any]) -> None:
         try:
             logger.log(row)
-        except Exception as error:
+        except BaseException as error:
             self.loggers.remove(logger)
             self._notes.append(f"warning: --log {logger.name} failed: {_brief(error)}; training continues without it")
 
     def _close(self, logger: RunLogger, ok: bool) -> None:
         try:
             logger.close(ok=ok)
-        except Exception as error:
+        except BaseException as error:
             self._notes.append(f"warning: --log {logger.name} could not end: {_brief(error)}")
 
     def _call(self, hook: Hook, row: Mapping[str, Any]) -> None:
         try:
             answer = hook.function(row["step"], dict(row))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._fail(
                 hook, f"{hook.label} failed: {type(error).__name__}: {error}", user_line(error, hook.path), error
             )
@@ -173,6 +173,6 @@ class Observers:
         self.ask(f"{hook.label} failed")
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
     """Return an error in one line. Those of a database contain the complete statement."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")

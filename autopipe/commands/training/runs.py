@@ -299,13 +299,13 @@ def _launch(
     )
     listener.observers = observers
     begun = history.Begun(attempts.steps, max(start, 0), world, prepared.plan.schedule)
-    try:
-        with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
+    with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
+        try:
             attempts.follow(start)
-    except BaseException:
-        observers.finish(ok=False)
-        raise
-    observers.finish()
+        except BaseException:
+            observers.finish(ok=False)
+            raise
+        observers.finish()
     by_hook = listener.stopped and bool(observers.stopped_by) and attempts.stopped_by == observers.stopped_by
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_processes)

@@ -11,6 +11,7 @@ from autopipe.report.results import StagePeak
 from autopipe.units import finite
 
 MOST_POINTS = 4000
+_SAME_COMMAND_SECONDS = 2.0  # by which the clocks of rows of one command may differ
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class History:
     audits: list[tuple[int, bool]] = field(default_factory=list)  # step, whether it was equal
     peaks: list[StagePeak] = field(default_factory=list)  # of the last attempt that measured memory
     unreadable: int = 0  # rows that are not complete
+    started: float | None = None  # when the command of the last row began, in seconds since 1970
 
     @property
     def losses(self) -> dict[int, float | None]:
@@ -75,7 +77,11 @@ def _add_step(history: History, row: Mapping[str, Any], clock: float, reason: st
     seconds, samples = float(row["seconds"]), int(row["samples"])
     if not math.isfinite(seconds):
         raise ValueError(f"seconds are {seconds}")
-    begins = reason or seconds <= clock
+    time = _number(row.get("time"))
+    started = None if time is None else time - seconds
+    before, history.started = history.started, started
+    is_other = started is not None and before is not None and abs(started - before) > _SAME_COMMAND_SECONDS
+    begins = reason or seconds <= clock or is_other
     if begins:
         text = reason or (f"resumed from step {step - 1}" if history.attempts else "")
         history.attempts.append(Attempt(text))

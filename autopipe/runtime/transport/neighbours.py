@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +39,7 @@ _HELLO = struct.Struct("=I32s")  # rank, name of the listener
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _TIME = struct.Struct("@ll")  # a timeval
 _SEND_BUFFER = 1 << 21  # the kernel gives what it allows
-_ACCEPT_SECONDS = 20.0
+_ACCEPT_SECONDS, _HELLO_SECONDS = 20.0, 1.0
 
 
 def _host() -> str:
@@ -54,6 +55,12 @@ class Arrival:
     def __init__(self, connection: _Connection, buffer: memoryview) -> None:
         self.connection, self.buffer, self.complete = connection, buffer, False
 
+    def room(self, size: int) -> memoryview:
+        """Return the part of the buffer for a message of ``size`` bytes. Raises: RuntimeError if it is too small."""
+        if size > len(self.buffer):
+            raise RuntimeError(f"a message has {size} bytes, and its receiver expects at most {len(self.buffer)}")
+        return self.buffer[:size]
+
     def wait(self) -> None:
         """Read messages until this one is there. Raises: RuntimeError if the other end is gone, or sends nothing."""
         while not self.complete:
@@ -68,6 +75,7 @@ class _Connection:
         other.settimeout(None)
         limit = _TIME.pack(int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # of the thread
         other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._header = bytearray(_HEADER.size)
         self._posted: dict[int, deque[Arrival]] = {}
@@ -120,7 +128,7 @@ class _Connection:
         early = self._early.get(tag)
         if early:
             data = early.popleft()
-            arrival.buffer[: len(data)] = data
+            arrival.room(len(data))[:] = data
             arrival.complete = True
         else:
             self._posted.setdefault(tag, deque()).append(arrival)
@@ -133,7 +141,7 @@ class _Connection:
         posted = self._posted.get(tag)
         if posted:
             arrival = posted.popleft()
-            self._fill(arrival.buffer[:size])
+            self._fill(arrival.room(size))
             arrival.complete = True
             return
         data = bytearray(size)
@@ -272,16 +280,17 @@ def _call(name: str, rank: int) -> socket.socket | None:
 def _accept(listener: socket.socket, name: str, expected: set[int]) -> dict[int, socket.socket]:
     """Return the connections from the expected ranks, as far as they come in time."""
     accepted: dict[int, socket.socket] = {}
-    listener.settimeout(_ACCEPT_SECONDS)
-    while expected - set(accepted):
+    end = time.monotonic() + _ACCEPT_SECONDS
+    while expected - set(accepted) and (left := end - time.monotonic()) > 0:
+        listener.settimeout(left)
         try:
             other, _ = listener.accept()
         except OSError:
             break
-        other.settimeout(_ACCEPT_SECONDS)
         with contextlib.suppress(OSError):
-            hello = other.recv(_HELLO.size, socket.MSG_WAITALL)
-            if _same_user(other) and len(hello) == _HELLO.size:
+            other.settimeout(_HELLO_SECONDS)
+            hello = other.recv(_HELLO.size, socket.MSG_WAITALL) if _same_user(other) else b""
+            if len(hello) == _HELLO.size:
                 rank, shown = _HELLO.unpack(hello)
                 if shown == name.encode() and rank in expected - set(accepted):
                     accepted[rank] = other

@@ -225,8 +225,8 @@ def main(words: list[str]) -> None:
     descriptor, rank, count, parent = (int(word) for word in words[:4])
     place, seconds = Path(words[4]), float(words[5])
     folder = place if "temporary" in words[6:] else None
+    at_sigterm(lambda: _remove(folder))  # before any thread starts; a launcher may send it to the parent, too
     _end_with(parent, folder)
-    at_sigterm(lambda: _remove(folder))  # a launcher may send it to the parent, too
     code = attend(Wire(socket(fileno=descriptor)), rank, count, place, seconds)
     if code == LOST:  # perhaps the parent was killed, whose sockets close before it has ended
         for _ in range(100):

@@ -109,6 +109,7 @@ class RankStages:
         self.transport = ProcessTransport(
             [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
             + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs],
+            timeout_seconds=timeout,
             store=store,
         )
 
