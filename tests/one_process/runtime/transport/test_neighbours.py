@@ -64,7 +64,7 @@ def test_a_system_without_such_sockets_uses_gloo(monkeypatch):
 
 @pytest.mark.parametrize("hello", [b"", b"short", b"\0" * 36, b"\0" * 100])
 def test_a_stranger_is_rejected(hello, monkeypatch):
-    monkeypatch.setattr(neighbours, "_ACCEPT_SECONDS", 1.0)
+    monkeypatch.setattr(neighbours, "_HELLO_SECONDS", 0.1)
     bound = threading.Event()
     set_key = dist.HashStore.set
 
