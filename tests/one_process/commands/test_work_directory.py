@@ -17,6 +17,7 @@ from autopipe.commands.planning import scaling, simulating
 from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
 from autopipe.errors import RunError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 
 
 def profile(work: Path) -> ProfileSettings:
@@ -57,7 +58,10 @@ def test_a_run_copies_only_stage_files_that_a_command_has_written(tmp_path: Path
     for name in ("shape_1", "evaluation_1", "evaluation"):  # a received folder
         (work.run.stages / name).mkdir()
         (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
-    prepared: Any = SimpleNamespace(plan=cut, graph=subject.capture.graph, stages=work.run.stages)
+    cluster = Cluster((Level("host", 2, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
+    prepared: Any = SimpleNamespace(
+        plan=cut, graph=subject.capture.graph, stages=work.run.stages, profile=subject.profile, cluster=cluster
+    )
     run = write_run(tmp_path / "run", work.job, prepared)
     copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
     assert copied == {"evaluation"}  # part of what `wrote_stages` compares

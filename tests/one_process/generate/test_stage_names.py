@@ -12,7 +12,7 @@ from autopipe.errors import WorkerError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.report.results import CheckReport, ParameterError, StagePeak, TrainResult
-from autopipe.report.tables import check, live, stage_table
+from autopipe.report.tables import check, stage_table
 from autopipe.report.training import tables_of
 
 CLUSTER = Cluster((Level("host", 2, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
@@ -39,14 +39,6 @@ def test_the_stages_of_a_transformer_are_its_blocks() -> None:
 
 
 def test_tables_of_runs_and_comparisons_have_the_names() -> None:
-    start = {"steps": 3, "start_step": 0, "modules": ["emb, blocks.0", "blocks.1, head"], "stage_ranks": ((0, 1), (2,))}
-    lines = [line.split() for line in shown(live(start, {}, ["F1", "B1", "waits"], "")).splitlines() if "rank" in line]
-    assert lines == [
-        ["rank", "0", "F1", "emb,", "blocks.0"],
-        ["rank", "1", "B1", "emb,", "blocks.0"],
-        ["rank", "2", "waits", "blocks.1,", "head"],
-    ]
-    assert "rank 0" in shown(live({}, {}, ["F1"], ""))
     names = ("emb, blocks.0", "blocks.1, head")
     result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "", "", modules=names)
     peak = StagePeak(**{field.name: 1 for field in dataclasses.fields(StagePeak)})
