@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "loss": float, "samples": int, "time": float},
     "nonfinite": {"step": int, "what": str, "place": int, "policy": str},
     "checkpoint": {"step": int, "path": str},
+    "evaluating": {"step": int},
     "evaluation": {"step": int, "loss": float, "batches": int, "samples": int},
     "audit": {"step": int, "loss": float},
     "audit-left-out": {"reason": str},
