@@ -11,6 +11,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from generated import write_or_compare
+
 import autopipe
 from autopipe import errors
 from autopipe.commands import options
@@ -152,14 +154,7 @@ def page() -> str:
 
 def main() -> int:
     """Write the page, or say whether it is current."""
-    text = page()
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/api.md is not what the source says; run: make docs", file=sys.stderr)
-    return 1
+    return write_or_compare({PAGE: page()})
 
 
 if __name__ == "__main__":

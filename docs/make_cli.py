@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from generated import write_or_compare
 
 from autopipe.cli.main import COMMANDS, autopipe
 
@@ -136,14 +137,7 @@ def page() -> str:
 
 def main() -> int:
     """Write the page, or say whether it is current."""
-    text = page()
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/cli.md is not what the commands say; run: make docs", file=sys.stderr)
-    return 1
+    return write_or_compare({PAGE: page()})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from generated import write_or_compare
+
 from autopipe.ir.schedule import COMPUTE, COPIES, SENDS, Instruction, Op, Schedule, ScheduleSpec, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules import Costs, StageBytes, StageCosts, lower, make, peak_bytes, simulate
@@ -380,17 +382,7 @@ def files() -> dict[Path, str]:
 
 def main() -> int:
     """Write the files, or compare them; return the exit code."""
-    texts = files()
-    if "--check" not in sys.argv[1:]:
-        PICTURES.mkdir(exist_ok=True)
-        for path, text in texts.items():
-            path.write_text(text, encoding="utf-8")
-        return 0
-    old = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    old += [path for path in PICTURES.glob("*.svg") if path not in texts]
-    for path in old:
-        print(f"{path.relative_to(DOCS.parent)} is not what the simulator says; run: make docs", file=sys.stderr)
-    return 1 if old else 0
+    return write_or_compare(files(), PICTURES.glob("*.svg"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from generated import write_or_compare
+
 DOCS = Path(__file__).resolve().parent
 PAGE, ENTRIES = DOCS / "troubleshooting.md", DOCS / "troubleshooting.toml"
 SOURCES = ("autopipe", "cli")
@@ -114,14 +116,7 @@ def main() -> int:
     if "--missing" in sys.argv[1:]:
         print("\n".join(missing([Path(name) for name in sys.argv[sys.argv.index("--missing") + 1 :]])))
         return 0
-    text = page(DOCS.parent)
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE.name} is out of date: make docs", file=sys.stderr)
-    return 1
+    return write_or_compare({PAGE: page(DOCS.parent)})
 
 
 if __name__ == "__main__":

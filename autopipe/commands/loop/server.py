@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 from pathlib import Path
@@ -24,10 +22,9 @@ from safetensors.torch import save
 from autopipe.errors import ModelFileError
 from autopipe.runtime.audit.batch import UnstorableBatchError, encoded
 from autopipe.runtime.batches.from_loop import END, LENGTHS, NEXT
-from autopipe.runtime.spilling.token import path_of
+from autopipe.runtime.unix_sockets import is_same_user, listening
 
 _NAME = "batches"
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class BatchServer:
@@ -36,13 +33,7 @@ class BatchServer:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="autopipe-loop-")).absolute()  # with mode 0700
         self.address = str(self._folder / _NAME)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._listener.bind(path_of(opened, _NAME))
-        finally:
-            os.close(opened)
-        self._listener.listen()
+        self._listener = listening(self._folder / _NAME)
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="autopipe-loop-batches", daemon=True)
         self._thread.start()
@@ -69,7 +60,7 @@ class BatchServer:
             while True:
                 connection, _ = self._listener.accept()
                 with connection:
-                    if _is_own(connection):
+                    if is_same_user(connection):
                         self._serve(connection)
                         return
 
@@ -78,12 +69,6 @@ class BatchServer:
         while message != END and connection.recv(1) == NEXT:
             message = self._messages.get()
             connection.sendall(message)
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Return whether a process of the same user has connected."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
 def message_of(item: Any, where: str) -> bytes:

@@ -12,7 +12,6 @@ The socket is in a folder that only this user may enter. Nothing is unpickled.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -26,7 +25,8 @@ from autopipe.errors import RunError
 from autopipe.runtime.audit.batch import decoded
 from autopipe.runtime.audit.batch import load as load_stored
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.spilling.token import CONNECT_SECONDS, REPORT_SECONDS, path_of
+from autopipe.runtime.spilling.token import CONNECT_SECONDS, REPORT_SECONDS
+from autopipe.runtime.unix_sockets import connected
 from autopipe.workload import Workload
 from autopipe.workload.hooks.hook import Hook
 
@@ -77,17 +77,9 @@ class LoopBatches:
                 yield decoded(tree, load(bytes(self._received(connection, tensors))))
 
     def _connected(self) -> socket.socket:
-        path = Path(self.address)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(CONNECT_SECONDS)
         try:
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                connection.connect(path_of(folder, path.name))
-            finally:
-                os.close(folder)
+            connection = connected(Path(self.address), CONNECT_SECONDS)
         except OSError as error:
-            connection.close()
             raise _gone(str(error)) from None
         connection.settimeout(REPORT_SECONDS)
         return connection

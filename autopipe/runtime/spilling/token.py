@@ -10,12 +10,12 @@ Each message is one byte: TAKE and GIVE from a rank, GRANTED to it.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autopipe.errors import RunError
+from autopipe.runtime.unix_sockets import connected
 
 ADDRESS = "AUTOPIPE_DEVICE_TOKEN"
 """Environment variable: DEVICE:JOB:SOCKET, of which the sweep sets the value for each job that shares its device."""
@@ -23,11 +23,6 @@ TAKE, GIVE, GRANTED = b"t", b"g", b"y"
 CONNECT_SECONDS = 10.0
 # between two reports of a rank that waits, so that the wait does not count as a hang
 REPORT_SECONDS = 1.0
-
-
-def path_of(folder: int, name: str) -> str:
-    """Return a short path of a socket in an open folder: a socket's path has at most 107 bytes."""
-    return f"/proc/self/fd/{folder}/{name}"
 
 
 class DeviceToken:
@@ -45,17 +40,14 @@ class DeviceToken:
         device, job, path = _parsed(address)
         self.is_taken = False
         self._waits, self._what = waits, f"the token of device {device}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(CONNECT_SECONDS)
         try:
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            self._socket = connected(path, CONNECT_SECONDS)
             try:
-                self._socket.connect(path_of(folder, path.name))
-            finally:
-                os.close(folder)
-            self._socket.sendall(f"{device}:{job}\n".encode())
+                self._socket.sendall(f"{device}:{job}\n".encode())
+            except OSError:
+                self._socket.close()
+                raise
         except OSError as error:
-            self._socket.close()
             raise self._gone(f"cannot connect to {path}: {error}") from None
         self._socket.settimeout(REPORT_SECONDS)
 

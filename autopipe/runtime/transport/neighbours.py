@@ -31,12 +31,12 @@ from typing import Any
 import torch
 
 from autopipe.ir.channel import Channel
+from autopipe.runtime.unix_sockets import is_same_user
 
 _LARGEST_BYTES = 1 << 20  # of a message: gloo's thread receives larger ones while the rank computes
 
 _HEADER = struct.Struct("=II")  # tag, bytes
 _HELLO = struct.Struct("=I32s")  # rank, name of the listener
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _TIME = struct.Struct("@ll")  # a timeval
 _SEND_BUFFER = 1 << 21  # the kernel gives what it allows
 _ACCEPT_SECONDS, _HELLO_SECONDS = 20.0, 1.0
@@ -258,17 +258,12 @@ def _address(name: str) -> str:
     return f"\0autopipe-{name}"
 
 
-def _same_user(other: socket.socket) -> bool:
-    _, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(user == os.getuid())
-
-
 def _call(name: str, rank: int) -> socket.socket | None:
     """Connect to the listener of a rank, and say which rank this is. None if that fails."""
     other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         other.connect(_address(name))
-        if _same_user(other):
+        if is_same_user(other):
             other.sendall(_HELLO.pack(rank, name.encode()))
             return other
     except OSError:
@@ -289,7 +284,7 @@ def _accept(listener: socket.socket, name: str, expected: set[int]) -> dict[int,
             break
         with contextlib.suppress(OSError):
             other.settimeout(_HELLO_SECONDS)
-            hello = other.recv(_HELLO.size, socket.MSG_WAITALL) if _same_user(other) else b""
+            hello = other.recv(_HELLO.size, socket.MSG_WAITALL) if is_same_user(other) else b""
             if len(hello) == _HELLO.size:
                 rank, shown = _HELLO.unpack(hello)
                 if shown == name.encode() and rank in expected - set(accepted):

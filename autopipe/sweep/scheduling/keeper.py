@@ -13,7 +13,6 @@ import os
 import selectors
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 import time
@@ -21,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.runtime.spilling.token import GIVE, GRANTED, TAKE, path_of
+from autopipe.runtime.spilling.token import GIVE, GRANTED, TAKE
+from autopipe.runtime.unix_sockets import listening, other_process
 
 _NAME = "token"
 _HELLO_BYTES = 64  # DEVICE:JOB and a new line, at most
 RETRY_SECONDS = 0.05  # after a connection could not be accepted
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(eq=False, slots=True)
@@ -64,13 +63,7 @@ class TokenKeeper:
             shutil.rmtree(abandoned, ignore_errors=True)
         self._devices: dict[int, _Device] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="token-", dir=folder)).absolute()  # with mode 0700
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._listener.bind(path_of(opened, _NAME))
-        finally:
-            os.close(opened)
-        self._listener.listen()
+        self._listener = listening(self._folder / _NAME)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -121,8 +114,7 @@ class TokenKeeper:
             return
         try:
             connection.setblocking(False)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            process = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
+            process = os.pidfd_open(other_process(connection))
         except OSError:  # it has ended
             connection.close()
             return
