@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.lines.owner import library_of, own_and_library
+from autopipe.workload.batches.items import remedy_without_kernel
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -187,7 +188,8 @@ def failed_on_real_numbers(what: str, error: Exception) -> TraceError:
     return TraceError(
         f"{what} on real numbers: {type(error).__name__}: {error}",
         where=place_of(error),
-        remedy="run the model on one batch without autopipe, and check that forward and backward work",
+        remedy=remedy_without_kernel(error)
+        or "run the model on one batch without autopipe, and check that forward and backward work",
     )
 
 

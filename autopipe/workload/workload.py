@@ -247,7 +247,8 @@ class Workload:
                     "for a model that takes the dict itself, let data give ((batch,), target)"
                 )
             fits = isinstance(error, (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError))
-            what = f"{self.name} failed on a batch" if fits else f"the batch does not fit {self.name}"
+            failed = fits or items.remedy_without_kernel(error)
+            what = f"{self.name} failed on a batch" if failed else f"the batch does not fit {self.name}"
             if fits:
                 remedy = "correct that line; calling the model on one batch in plain Python shows the same error"
             raise ModelFileError(

@@ -239,9 +239,23 @@ def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, argument
     return drawn
 
 
+def remedy_without_kernel(error: Exception) -> str:
+    """Return the remedy if torch has no kernel in a 16-bit type for an operation on this device; otherwise ""."""
+    text = str(error)
+    missing = "not implemented for" in text and ("'Half'" in text or "'BFloat16'" in text)
+    if not missing and "could not create a primitive" not in text:
+        return ""
+    return (
+        "torch has no kernel for that operation in that dtype on this device: use --precision fp32 or another device, "
+        "or call that module under torch.autocast(device_type, enabled=False)"
+    )
+
+
 def remedy_of(error: Exception) -> str:
     """Return the remedy for a model or a loss that fails on a batch."""
     text = str(error)
+    if remedy := remedy_without_kernel(error):
+        return remedy
     if "dtype" in text or "scalar type" in text:
         return (
             "compare the dtypes, not the shapes; the batch has those above. Convert in data, such as x.float() for "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 from support.commands import Commands, assert_gone
 from support.sweeps.cases import alone, assert_equal_weights, processes_in, ranks_in, write_sweep
@@ -52,6 +54,19 @@ def started(commands: Commands, *more: str) -> Any:
     )
     assert process.poll() is None, process.communicate()
     return process
+
+
+def kill_one(commands: Commands, *, job: bool) -> None:
+    """Kill a rank, or its job. A lease may end at any moment, and its processes with it: try until one was killed."""
+
+    def killed() -> bool:
+        with contextlib.suppress(psutil.Error):
+            for rank in ranks_in(commands.folder):
+                (rank.parent().parent() if job else rank).kill()  # type: ignore[union-attr]
+                return True
+        return False
+
+    wait_until(killed, 60)
 
 
 def test_jobs_in_leases_have_the_weights_of_training_alone(commands: Commands) -> None:
@@ -101,9 +116,8 @@ def test_a_failed_job_is_a_row_and_stops_no_other(commands: Commands) -> None:
 def test_a_killed_process_costs_no_job(commands: Commands, victim: str) -> None:
     write_sweep(commands.folder, FOUR, steps=60)
     process = started(commands, "--json")
-    rank = next(ranks_in(commands.folder))
     everything = processes_in(commands.folder)
-    (rank if victim == "rank" else rank.parent().parent()).kill()
+    kill_one(commands, job=victim == "job")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     document = json.loads(out)
@@ -189,7 +203,7 @@ def test_jobs_that_share_a_device_have_the_weights_of_training_alone(commands: C
 def test_a_killed_job_does_not_hurt_the_one_that_shares_its_device(commands: Commands) -> None:
     write_sweep(commands.folder, SHARED + "checkpoint-every = 5\n", steps=60, lease=60)
     process = started(commands, "--json", "--devices", "1", "--jobs-per-device", "2")
-    next(ranks_in(commands.folder)).parent().parent().kill()
+    kill_one(commands, job=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     document = json.loads(out)
