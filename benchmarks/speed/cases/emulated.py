@@ -77,7 +77,7 @@ class Emulated:
         folder = self.options.folder
         self.link = self.link or measured(folder)
         small, large = (self.link.numbers(part * FORWARD) for part in (0.03, 0.3))
-        self.links = self.links or links_of(folder / "calibration", TARGET, self.link, (small, large))
+        self.links = self.links or links_of(folder / "calibration", TARGET, (small, large))
         for setting in self.settings:
             if number and not setting.every_round:
                 continue
@@ -116,7 +116,8 @@ class Emulated:
             "times as long. The bound of a flushing schedule is the sum of the stages plus (m - 1) times the slowest,",
             "which is (m + p - 1) times one where they are equal; the steady bound of 2bw is m times the slowest.",
             f"A message over gloo takes {self.link.latency * 1e6:.0f} us and {self.link.bandwidth / 1e9:.2f} GB/s;",
-            "its size is chosen so that it takes the given part of a forward. `plan` reads the same figures, and what",
+            "its size is chosen so that it takes the given part of a forward. `plan` reads the figures of a message of",
+            f"autopipe, {self.links.latency_seconds * 1e6:.0f} us and {self.links.bandwidth / 1e9:.2f} GB/s, and what",
             "the runtime adds to stages that sleep, measured on two ranks under 1f1b:",
             f"{host.compute_seconds * 1e6:.0f} us to a forward or backward, {host.send_seconds * 1e6:.0f} us and",
             f"{host.send_seconds_per_byte * 1e9:.2f} ns a byte to a send, {host.receive_seconds * 1e6:.0f} us to a",
