@@ -288,6 +288,11 @@ compiling = option(
 )
 
 
+deferring = option(
+    "--deferred-batch-norm", is_flag=True, help="Update BatchNorm's running statistics once per minibatch."
+)
+
+
 def pipeline(target: str | None, given: dict[str, Any]) -> Pipeline:
     """Return the pipeline of the options that ``planning`` adds.
 

@@ -41,6 +41,7 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 @options.option("--full-batch", is_flag=True, help="Also compare every parameter with one step of the full batch.")
 @options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest gradient norm.")
 @options.compiling
+@options.deferring
 @options.output
 def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train a few steps plainly and in stages, and compare every parameter.
@@ -58,7 +59,7 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     launching.fork_early(terminal)
     pipe = options.pipeline(target, given)
-    wanted = {name: given[name] for name in ("steps", "full_batch", "clip_grad_norm", "compile")}
+    wanted = {name: given[name] for name in ("steps", "full_batch", "clip_grad_norm", "compile", "deferred_batch_norm")}
     with terminal.progress() as progress:
         report = pipe.check(**wanted, on_progress=progress)
     terminal.notes(report.notes, report.warnings)
@@ -116,7 +117,7 @@ class Resuming(click.Command):
     help="Compare the first steps of a new plan with plain training, and probe its optimizer.",
 )
 @options.compiling
-@options.option("--deferred-batch-norm", is_flag=True, help="Update BatchNorm's running statistics once per minibatch.")
+@options.deferring
 @options.option(
     "--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="Number to keep; 0: all."
 )

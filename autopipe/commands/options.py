@@ -109,6 +109,7 @@ class CheckOptions(PipelineOptions, total=False):
     full_batch: bool | None
     clip_grad_norm: float | None
     compile: bool | None
+    deferred_batch_norm: bool | None
 
 
 class PlainOptions(PipelineOptions, total=False):
@@ -326,7 +327,7 @@ def plan_settings(target: str | None, options: Mapping[str, Any]) -> PlanSetting
 
 def check_settings(target: str | None, options: Mapping[str, Any]) -> CheckSettings:
     """Return the settings of ``CheckOptions``."""
-    names = ("steps", "full_batch", "clip_grad_norm", "compile")
+    names = ("steps", "full_batch", "clip_grad_norm", "compile", "deferred_batch_norm")
     fields = _given(options, **{name: name for name in names})
     return CheckSettings(plan_settings(target, options), **fields)
 

@@ -161,6 +161,7 @@ class CheckSettings:
     full_batch: bool = False  # also compare every parameter with one step of a full batch
     clip_grad_norm: float = 0.0  # 0: no clipping
     compile: bool = False  # compile the stages
+    deferred_batch_norm: bool = False  # update running statistics once for each minibatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         wanted = Wanted(
             steps=settings.steps,
             clip_grad_norm=settings.clip_grad_norm,
+            deferred_batch_norm=settings.deferred_batch_norm,
             ema=settings.plan.ema or 0.0,
             compile=settings.compile,
             full_batch="step" if settings.full_batch else "gradient",

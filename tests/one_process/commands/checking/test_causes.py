@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from click.testing import CliRunner
 from support.commands import stage_label
 
 from autopipe.cli.main import autopipe
+from autopipe.commands.checking import checking
+from autopipe.commands.steps import Prepared
+from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
+from autopipe.verify.comparison import Comparison
 
 MODEL = """
 import torch
@@ -54,6 +60,27 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", f
     assert done.exit_code == (0 if report["equal"] else 1)
     assert "report the model" not in done.output and "--no-check" not in done.output
     return report
+
+
+@pytest.mark.parametrize("options", [[], ["--deferred-batch-norm"]])
+def test_statistics_of_batches_are_compared_as_they_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = MODEL.format(init="pass", forward="pass").replace("self.b(h)", "self.norm(self.b(h))")
+    text = text.replace("range(4))\n", "range(4))\n        self.norm = nn.BatchNorm1d(6)\n", 1)
+    (tmp_path / "net.py").write_text(text)
+    jobs = []
+
+    def record(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
+        jobs.append(job)
+        return compared(prepared, job, items)
+
+    compared = checking._compared
+    monkeypatch.setattr(checking, "_compared", record)
+    done = CliRunner().invoke(autopipe, ["check", *WORDS, *options, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["bitwise"], done.output
+    assert [job.deferred_batch_norm for job in jobs] == [bool(options)]
 
 
 def test_a_parameter_in_the_memory_of_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
