@@ -119,13 +119,15 @@ class Patches:
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def stepped(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self.copies.is_remote(optimizer):
+            was_remote = self.copies.is_remote(optimizer)
+            result = None
+            if closure is not None and (was_remote or _calls_closure_first(step)):
+                with torch.enable_grad():
+                    result = closure()  # the first one may put the model into stages
+                closure = lambda: result  # noqa: E731 - an optimizer that is not remote calls it in its step
+            if not was_remote and not self.copies.is_remote(optimizer):
                 given = () if closure is None else (closure,)
                 return step(optimizer, *given, *args, **kwargs)
-            result = None
-            if closure is not None:
-                with torch.enable_grad():
-                    result = closure()
             self.copies.step(optimizer)
             assert remote.controller is not None
             self.on_step(remote.controller)
@@ -248,6 +250,11 @@ def _zero(parameters: list[Any], to_none: bool) -> None:
             parameter.grad = None if to_none else torch.zeros_like(parameter.grad)
     trained = sum(isinstance(tensor, nn.Parameter) for tensor in controller.weights.tensors.values())
     controller.gradients.zero(None if len(set(names)) == trained else names, to_none)
+
+
+def _calls_closure_first(step: Callable[..., Any]) -> bool:
+    """Return whether the step of an optimizer begins with its closure, and calls it once: torch's own, except LBFGS."""
+    return step.__module__.startswith("torch.optim.") and step.__module__ != torch.optim.LBFGS.__module__
 
 
 def _clip(

@@ -29,6 +29,20 @@ for _ in range(4):
     opt.step()
     print(random.random(), set("abcdef"))
 """
+CLOSURE = """
+import torch
+from torch import nn
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+opt = torch.optim.AdamW(model.parameters(), 0.1)
+def closure():
+    opt.zero_grad()
+    loss = model(torch.randn(3, 4)).pow(2).mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    print(f"{opt.step(closure).item():.17g}")
+"""
 
 
 def test_a_script_is_checked_by_default(tmp_path: Path) -> None:
@@ -64,3 +78,14 @@ def test_a_script_that_ends_before_is_not_checked(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "language.py", "--steps", "1", folder=tmp_path, options=("--check", "2"))
     assert staged.code == 0
     assert "not checked" in staged.errors
+
+
+def test_the_first_step_counts_if_its_closure_calls_the_model_first(tmp_path: Path) -> None:
+    script = tmp_path / "closure.py"
+    script.write_text(CLOSURE)
+    plain = by_python(script, folder=tmp_path / "plain")
+    staged = in_stages(script, folder=tmp_path / "staged", options=("--check", "2"))
+    assert staged.code == 0, staged.errors
+    assert "checked: 4 tensors and standard output" in staged.errors
+    assert "no overlap" in staged.errors  # the forwards of two steps are not taken for accumulation
+    assert staged.output == plain.output
