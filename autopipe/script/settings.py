@@ -38,7 +38,12 @@ def set_all(settings: dict[str, Any]) -> None:
     if settings["threads"] != torch.get_num_threads():
         torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["dtype"])
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    deterministic = settings["deterministic"], settings["warn_only"]
+    if deterministic != (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ):  # it imports torch._inductor, which takes more than a second
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     torch.set_float32_matmul_precision(settings["precision"])
     torch._C._set_mkldnn_enabled(settings["mkldnn"])
     torch.set_flush_denormal(not settings["denormals"])
