@@ -48,7 +48,7 @@ def one_model(body: str, folder: Path, *, arguments: str = "torch.randn(8, 4)", 
     return in_stages(script, folder=folder, options=("--num-microbatches", "2"))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

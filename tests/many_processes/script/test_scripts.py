@@ -31,6 +31,8 @@ CASES = {
     "transformers GPT-2": ("hf_trainer.py", ("--language", "--bf16"), "trainer.pt"),
     "accelerate": ("accelerated.py", (), "accelerated.pt"),
 }
+# in three stages with every change
+SOONER = ("accumulation", "trainer", "tied over stages", "several calls")
 PACKAGES = {
     "lightning_boring.py": ("lightning",),
     "hf_trainer.py": ("transformers", "accelerate"),
@@ -52,8 +54,13 @@ def differences(left: Path, right: Path) -> list[int]:
     return [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not bool(torch.as_tensor(x == y).all())]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        *((name, 2) for name in CASES),
+        *(pytest.param(name, 3, marks=[] if name in SOONER else [pytest.mark.slow]) for name in CASES),
+    ],
+)
 def test_a_script_prints_and_saves_what_it_does_in_python(name: str, stages: int, tmp_path: Path) -> None:
     script, words, saved = CASES[name]
     skip_without_packages(script)

@@ -145,7 +145,7 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(commands: Commands) -> None
     assert_gone(processes_in(commands.folder))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_sweep_has_checkpoints_and_says_how_to_go_on(commands: Commands, number: signal.Signals) -> None:
     write_sweep(commands.folder, FOUR, steps=100)
     process = started(commands)

@@ -27,6 +27,7 @@ from autopipe.runtime.spilling.flat import Flat
 from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
 from autopipe.runtime.spilling.spiller import Spiller
 
+SAMPLES = [pytest.param(name, marks=[] if name in ("gpt", "resnet") else [pytest.mark.slow]) for name in NAMES]
 MLP = """
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ def subject_of(sample: str) -> tuple[Captured, Profile]:
     return subject, measure(subject.capture, subject.workload, device="cpu", microbatch_sizes=sizes)
 
 
-@pytest.mark.parametrize("sample", NAMES)
+@pytest.mark.parametrize("sample", SAMPLES)
 def test_training_within_the_tightest_budget_equals_plain_training(sample: str, tmp_path: Path) -> None:
     subject, profile = subject_of(sample)
     plan = plan_within(profile, tightest(profile, 2, BATCH[sample]), 2, BATCH[sample])
@@ -96,7 +97,7 @@ def test_training_within_the_tightest_budget_equals_plain_training(sample: str, 
     assert plain.bitwise and clipped.bitwise
 
 
-@pytest.mark.parametrize("sample", NAMES)
+@pytest.mark.parametrize("sample", SAMPLES)
 def test_the_memory_stays_within_budgets(sample: str, tmp_path: Path) -> None:
     """Five budgets of each sample: the runtime refuses to exceed them, and needs no more than is planned."""
     subject, profile = subject_of(sample)

@@ -39,10 +39,16 @@ LAYOUTS = {
     "positions": [*ALL, "--replicas", "auto", "--sequence-parallel"],
 }
 NAMES = [*MODELS, "gpt", "hf_llama"]
+# with every change, all models in the layout that has everything, and a few in the others
+SOONER = {*((name, "all") for name in NAMES), ("gpt", "teams"), ("gpt", "positions"), ("hf_llama", "positions")}
+CASES = [
+    pytest.param(name, layout, marks=[] if (name, layout) in SOONER else [pytest.mark.slow])
+    for name in NAMES
+    for layout in LAYOUTS
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 @pytest.mark.filterwarnings("default")
 def test_a_transformer_in_teams_equals_plain_training(
     name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
