@@ -219,7 +219,7 @@ HEAD = """# The planner against Megatron-LM's published configurations
 [arXiv:2104.04473](https://arxiv.org/abs/2104.04473); b and v from NVIDIA's script for that table. t, p and d are the
 tensor-, pipeline- and data-parallel sizes, v the stages per rank and b the microbatch size. TFLOP/s are per GPU by
 equation 3 of the paper, which always counts recomputation: for the same model, they are proportional to sequences per
-second. The published TFLOP/s were not compared with the paper itself; the configurations agree with NVIDIA's script.
+second. Configurations and TFLOP/s are those of the paper's table; b and v agree with NVIDIA's script.
 
 Planned and simulated on {machine}.
 Nothing ran on a GPU, and nothing is fitted to the published figures. The profiles are operations and bytes of a GPT

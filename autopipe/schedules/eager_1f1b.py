@@ -12,7 +12,7 @@ times as many microbatches in flight hide these transfers, but take more memory.
 
 Bubble: ``(p - 1) / (m + p - 1)`` if transfers cost nothing. Memory: ``depth * (p - 1 - s) + 1`` in flight at stage s.
 
-Source: arXiv:2211.05322, section 4 (depth 2).
+Source: Eager-1F1B, arXiv:2211.05322 (depth 2).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIND = ScheduleKind(
     name="eager-1f1b",
     make=eager_1f1b,
     description="1f1b with more microbatches in flight, which hides transfers; exact",
-    source="Eager-1F1B, arXiv:2211.05322, section 4",
+    source="Eager-1F1B, arXiv:2211.05322",
     synchronous=True,
     tried_by_auto=True,
     example=line(3, 6),

@@ -9,7 +9,7 @@
 
 Bubble: ``(p - 1) / (m + p - 1)``, as GPipe. Memory: ``p - s`` microbatches in flight at stage s.
 
-Source: arXiv:2006.09503, section 3; with replicas 1F1B-RR of PipeDream, SOSP 2019.
+Source: arXiv:2006.09503, section 3.2; with replicas 1F1B-RR of PipeDream, SOSP 2019.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KIND = ScheduleKind(
     name="1f1b",
     make=one_f_one_b,
     description="forwards and backwards in turn, and a flush after each minibatch; exact",
-    source="PipeDream-Flush, arXiv:2006.09503, section 3",
+    source="PipeDream-Flush, arXiv:2006.09503, section 3.2",
     synchronous=True,
     tried_by_auto=True,
     example=line(4, 6),

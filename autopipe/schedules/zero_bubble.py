@@ -13,7 +13,7 @@ flight than 1F1B's first stage.
 
 Bubble: a third of 1F1B's if F, I and W take the same time. Memory: p microbatches in flight on every rank.
 
-Source: arXiv:2401.10241, section 2.3 (ZB-H1). With several stages on a rank the order is that of
+Source: arXiv:2401.10241, section 2.1 (ZB-H1). With several stages on a rank the order is that of
 torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 """
 
@@ -55,7 +55,7 @@ KIND = ScheduleKind(
     name="zero-bubble",
     make=zero_bubble,
     description="backward in two halves, one of which fills the bubble; exact",
-    source="ZB-H1, arXiv:2401.10241, section 2.3",
+    source="ZB-H1, arXiv:2401.10241, section 2.1",
     synchronous=True,
     in_flight="ranks",
     example=line(4, 6),

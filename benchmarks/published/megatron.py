@@ -1,8 +1,8 @@
 """The models and configurations of Megatron-LM's table, and profiles of them, synthesised from their sizes.
 
 Published: Table 1 of "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (PTD-P,
-arXiv:2104.04473). Microbatch sizes and stages per rank are those of ``examples/sc21/run_table_1.sh`` in NVIDIA's
-repository. Selene has hosts of 8 A100-80GB and a 200 Gbit/s port per GPU.
+arXiv:2104.04473). Microbatch sizes and stages per rank are those of ``run_table_1.sh`` in NVIDIA's repository, folder
+``examples/academic_paper_scripts/sc21``. Selene has hosts of 8 A100-80GB and a 200 Gbit/s port per GPU.
 
 Nothing is fitted to the published figures. Operations and bytes of a GPT follow from its sizes; times follow from
 autopipe's own assumptions for devices that are not measured (``planning.cost.roofline``, ``planning.clusters``). The

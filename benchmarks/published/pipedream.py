@@ -2,7 +2,8 @@
 
 Published: "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, table 1, epoch time; and the first
 version, arXiv:1806.03377, table 1. The figures are from memory or from secondary sources, and were not compared with
-the papers: they may be wrong.
+the papers: they may be wrong. The configurations are those of PipeDream's repository (``runtime``) where it has them,
+except for gnmt on 12 GPUs, which is 1-1-1-1-1-1-1-1-3-1 there.
 
 The profiles are those in PipeDream's repository, for the models that have one. Bandwidths inside of a server are not
 published: 10 GB/s is assumed over PCIe and 30 GB/s over NVLink. Both predictions, of a plan and of data parallelism,

@@ -229,7 +229,7 @@ class Problem:
     def waiting(self, stage: int) -> int:
         """Return the most weight halves of backwards that wait on a stage: s on stage s, and the one that arises.
 
-        Stage 0 sends no gradient, so its backward has no first half (zero bubble, arXiv:2401.10241, section 2.3).
+        Stage 0 sends no gradient, so its backward has no first half (zero bubble, arXiv:2401.10241, section 2).
         """
         return min(stage + 1, self.share) if self.kind.splits_backward and stage else 0
 

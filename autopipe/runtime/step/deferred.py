@@ -3,7 +3,7 @@
 Each microbatch is still normalised on its own. Only the statistics for evaluation are gathered over the minibatch, so
 that they do not depend on the number of microbatches.
 
-Source: torchgpipe, arXiv:2004.09910, section 3.2 ("deferred batch normalization").
+Source: torchgpipe, arXiv:2004.09910 ("deferred batch normalization" of its documentation).
 """
 
 from __future__ import annotations
