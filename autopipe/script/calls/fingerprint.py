@@ -12,7 +12,6 @@ import array
 import contextvars
 import functools
 import itertools
-import math
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator
@@ -68,7 +67,7 @@ def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | Non
         if isinstance(value, Tensor):
             entries.append((tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
         elif isinstance(value, PLAIN):
-            entries.append((type(value).__name__, value))
+            entries.append(_of_plain(value))
         else:
             return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -188,7 +187,7 @@ class _Description:
                 self.kept.append((value, copied(value)))
             return (kind,)
         if isinstance(value, PLAIN):
-            return (kind, repr(value) if isinstance(value, float) and math.isnan(value) else value)
+            return _of_plain(value)
         if is_remote(value):
             return ("parameter", id(value))
         if isinstance(value, Tensor):
@@ -258,6 +257,11 @@ class _Description:
             return id(module)
         read = of_hidden(module, self.code)
         return (id(module), type(module), *[(key, self.of(entry, depth - 1)) for key, entry in read])
+
+
+def _of_plain(value: Any) -> Hashable:
+    """Identify a number or text. A float counts as text, because 0.0 equals -0.0 and NaN does not equal itself."""
+    return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
 
 def _of_many(value: Any) -> Hashable:

@@ -35,11 +35,18 @@ def test_a_global_with_the_name_of_an_attribute_is_not_read(monkeypatch: pytest.
     assert fingerprint(model) == before
 
 
-def test_a_global_number_that_the_forward_names_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), [(2.0, 3.0), (0.0, -0.0), (1.0, 1), (complex(0.0, 0.0), complex(0.0, -0.0)), (1.0, float("nan"))]
+)
+def test_a_global_number_that_the_forward_names_is_read(
+    monkeypatch: pytest.MonkeyPatch, old: complex, new: complex
+) -> None:
     model = Model()
+    monkeypatch.setitem(globals(), "factor", old)
     before = fingerprint(model)
-    monkeypatch.setitem(globals(), "factor", 3.0)
-    assert fingerprint(model) != before
+    monkeypatch.setitem(globals(), "factor", new)
+    changed = fingerprint(model)
+    assert changed != before and changed == fingerprint(model)
 
 
 def shifted(x: Tensor) -> Tensor:
