@@ -158,7 +158,7 @@ class ProcessTransport:
         for channel in channels:
             try:
                 if channel.from_rank == self.rank:
-                    self._send_by_gloo(channel, torch.zeros(1))
+                    self._send_by_gloo(channel, torch.zeros(1, dtype=torch.float32))
                 elif channel.to_rank == self.rank:
                     self._receive_by_gloo(channel, Layout((1,), torch.float32), self._arrives_on(channel)).wait()
             except RuntimeError as error:

@@ -33,6 +33,7 @@ CLOSURE = """
 import torch
 from torch import nn
 torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 opt = torch.optim.AdamW(model.parameters(), 0.1)
 def closure():
