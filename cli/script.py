@@ -67,9 +67,6 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     With --check, the script also runs in a second process, up to that optimizer step. So what it writes before that
     step, it writes twice.
     """
-    from autopipe.launch.rank.deferred import defer
-
-    defer()  # a second, of the script's first optimizer
     from autopipe.commands import script as command
 
     launch = launching.settings(given)

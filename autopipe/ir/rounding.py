@@ -1,7 +1,7 @@
-"""The tolerance of comparisons whose order of additions is not known: autocast, GPUs (docs/semantics.md).
+"""The tolerance of comparisons whose rounding is not known: autocast, GPUs, teams, two paths (docs/semantics.md).
 
-On a CPU in float32, results must be equal bit for bit and this module is not used. Elsewhere the plain loop runs twice,
-the second time with its microbatches added in reverse. The difference between the two is the noise.
+On a CPU in float32, results must be equal bit for bit and this module is not used. Elsewhere the plain loop runs again,
+such as with its microbatches added in reverse. The difference between the two is the noise.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Patches:
             if closure is not None and (was_remote or _calls_closure_first(step)):
                 with torch.enable_grad():
                     result = closure()  # the first one may put the model into stages
-                closure = lambda: result  # noqa: E731 - an optimizer that is not remote calls it in its step
+                closure = functools.partial(_same, result)  # an optimizer that is not remote calls it
             if not was_remote and not self.copies.is_remote(optimizer):
                 given = () if closure is None else (closure,)
                 return step(optimizer, *given, *args, **kwargs)
@@ -252,9 +252,19 @@ def _zero(parameters: list[Any], to_none: bool) -> None:
     controller.gradients.zero(None if len(set(names)) == trained else names, to_none)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _calls_closure_first(step: Callable[..., Any]) -> bool:
     """Return whether the step of an optimizer begins with its closure, and calls it once: torch's own, except LBFGS."""
-    return step.__module__.startswith("torch.optim.") and step.__module__ != torch.optim.LBFGS.__module__
+    names = []
+    function: Any = step
+    while function is not None:  # functools.wraps copies __module__, so that says nothing
+        names.append(getattr(function, "__globals__", {}).get("__name__", ""))
+        function = getattr(function, "__wrapped__", None)
+    own = all(name.startswith("torch.") for name in names) and names[-1].startswith("torch.optim.")
+    return own and names[-1] != torch.optim.LBFGS.__module__
 
 
 def _clip(

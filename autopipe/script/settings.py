@@ -42,7 +42,7 @@ def set_all(settings: dict[str, Any]) -> None:
     if deterministic != (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-    ):  # it imports torch._inductor, which takes more than a second
+    ):  # the function imports torch._inductor, which takes more than a second
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     torch.set_float32_matmul_precision(settings["precision"])
     torch._C._set_mkldnn_enabled(settings["mkldnn"])

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from autopipe.errors import counted
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
+from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
 from autopipe.verify.in_stages import Gradients, Trained, fresh, same, train_in_stages
 from autopipe.verify.joined import JoinedStages
@@ -35,6 +37,11 @@ from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
+# the most that the code of a compiler may differ from eager code, in the gradient of the median tensor in the first
+# step; a larger difference is not rounding
+_MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+# the most that any tensor may differ in one step between two paths through the model; in fp32, as at capture
+_MOST_OF_PATH = {"fp32": GRADIENT_TOLERANCE, "bf16": 0.02, "fp16": 0.02}
 # how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
@@ -133,21 +140,23 @@ def compare(
             loop = replace(loop, forced=trained.gradients)
             reference = loop.in_order(order)
         worst = _differences(trained, reference, context, job)
-        as_captured = None
+        two_paths = not context.graph.exact
         if not reasons and _differ(trained, reference, loop):
-            reasons, as_captured = _other_path(loop, order, trained)
-        elif not context.graph.exact:
-            as_captured = _trained_as_captured(loop, order)
+            reasons = _other_path(loop, order, trained)
+            two_paths = bool(reasons)
+        if two_paths and loop.forced is None:  # one of them is different arithmetic: every step is compared alone
+            loop = replace(loop, forced=trained.gradients)
+            reference = loop.in_order(order)
+            worst = _differences(trained, reference, context, job)
         noise = Worst()
         if reasons:
             noise = _noise(reference, loop.in_order(order, reverse=True))
-        if as_captured is not None:
-            reasons = (*reasons, _add_noise_of(_OTHER_PATH, noise, reference, as_captured, context))
+        if two_paths:
+            reasons = (*reasons, _add_noise_of_path(noise, reference, loop, order))
         if plan.team > 1:
             _add_noise(noise, _noise(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
         if job.compile:
-            compiled = loop.in_order(order, compiled=True)
-            reasons = (*reasons, _add_noise_of(_COMPILED, noise, reference, compiled, context))
+            reasons = (*reasons, _add_noise_of_compiler(noise, reference, loop.in_order(order, compiled=True), context))
     finally:
         torch.set_num_threads(threads)
     owners = _owners(context)
@@ -238,39 +247,29 @@ def _differences(trained: Trained, plain: Trained, context: RunContext, job: Job
     return worst
 
 
-def _trained_as_captured(loop: _Plain, order: SumOrder) -> Trained | None:
-    """Train once on the path that the model takes while it is captured; None if it fails there."""
-    try:
-        return loop.in_order(order, within=as_compiled)
-    except Exception as error:  # a path that is never taken may fail
-        logger.info("plain training of the captured graph: %s", error)
-        return None
-
-
-def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[tuple[str, ...], Trained | None]:
+def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[str, ...]:
     """Return the lines at which the model branches on ``is_compiling()``, if this explains all differences; else ().
 
     ``torch.compiler.is_compiling()`` is True during capture and False in plain training, so a model may take two paths.
-    It explains the differences if plain training with True equals the stages. Its result is returned, too.
+    It explains the differences if plain training with True equals the stages.
     """
     asked: list[str] = []
 
-    def trained_on(only: str = "") -> Trained:
-        return loop.in_order(order, within=functools.partial(as_compiled, asked, only))
+    def explains(only: str = "") -> bool:
+        as_captured = loop.in_order(order, within=functools.partial(as_compiled, asked, only))
+        return not _differ(trained, as_captured, loop)
 
     try:
-        as_captured = trained_on()
-        if not asked or _differ(trained, as_captured, loop):
-            return (), None
-        places = [place for place in asked[:_MOST_PLACES] if not _differ(trained, trained_on(place), loop)] or asked
+        if not explains() or not asked:
+            return ()
+        places = [place for place in asked[:_MOST_PLACES] if explains(place)] or asked
     except Exception as error:  # a path that is never taken may fail
         logger.info("plain training of the captured graph: %s", error)
-        return (), None
-    why = (
+        return ()
+    return (
         f"the model takes another path when it is not captured: it asks at {', '.join(places[:_SHOWN_PLACES])}, as "
-        "transformers does to skip a mask of ones"
+        "transformers does to skip a mask of ones",
     )
-    return (why,), as_captured
 
 
 def _noise(one: Trained, other: Trained) -> Worst:
@@ -284,34 +283,42 @@ def _noise(one: Trained, other: Trained) -> Worst:
     return worst
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """A plain loop that computes the same values in another way."""
+def _add_noise_of_compiler(noise: Worst, eager: Trained, compiled: Trained, context: RunContext) -> str:
+    """Add to ``noise`` what a compiler changes in the plain loop. Return a sentence on it.
 
-    text: str
-    # the most that it may differ by precision, in the gradient of the median tensor in the first step
-    most: Mapping[str, float]
-
-
-_COMPILED = _Variant("the compiled plain loop differs from the eager one", {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1})
-_OTHER_PATH = _Variant(
-    "plain training on the captured path differs from the model's own", {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.1}
-)
-
-
-def _add_noise_of(variant: _Variant, noise: Worst, plain: Trained, other: Trained, context: RunContext) -> str:
-    """Add to ``noise`` what a variant of the plain loop changes. Return a sentence on it.
-
-    A difference too large for rounding is a fault, and no noise.
+    A difference too large for rounding is a fault of the compiler, and no noise.
     """
-    first = _Orders.between(other, plain).gradients
+    first = _Orders.between(compiled, eager).gradients
     usual = statistics.median(first.values()) if first else 0.0
-    text = f"{variant.text} by {usual:.1e} in the median gradient of the first step"
-    limit = variant.most[context.plan.workload.precision]
+    text = f"the compiled plain loop differs from the eager one by {usual:.1e} in the median gradient of the first step"
+    limit = _MOST_COMPILED[context.plan.workload.precision]
     if usual > limit:
         return f"{text}, more than rounding can explain ({limit:g})"
-    _add_noise(noise, _noise(plain, other))
+    _add_noise(noise, _noise(eager, compiled))
     return text
+
+
+def _add_noise_of_path(noise: Worst, plain: Trained, loop: _Plain, order: SumOrder) -> str:
+    """Add to ``noise`` what the captured path changes in the plain loop. Return a sentence on it.
+
+    Every step begins at the same weights. A difference for which a capture would be refused does not count as noise.
+    """
+    try:
+        captured = loop.in_order(order, within=as_compiled)
+    except Exception as error:  # a path that is never taken may fail
+        logger.info("plain training of the captured graph: %s", error)
+        return f"the captured path fails in plain training: {type(error).__name__}"
+    difference = _noise(plain, captured)
+    limit = _MOST_OF_PATH[loop.context.plan.workload.precision]
+    large = sorted(name for name, error in difference.errors.items() if error > limit)
+    for errors in (difference.errors, difference.gradients):
+        for name in large:
+            errors.pop(name, None)
+    _add_noise(noise, difference)
+    text = f"the captured path differs from the model's own by {max(difference.errors.values(), default=0.0):.1e}"
+    if not large:
+        return text
+    return f"{text}, and in {counted(len(large), 'tensor')} such as {large[0]} by more than rounding can ({limit:g})"
 
 
 def _add_noise(noise: Worst, other: Worst) -> None:

@@ -23,7 +23,7 @@ class TensorDifference:
     bitwise: bool
     # the stage that steps it; -1: none
     owner: int
-    # ``error`` and ``gradient`` between two plain runs that add up in different orders, if measured
+    # ``error`` and ``gradient`` between two plain runs of the same arithmetic in another order or on another path
     noise: float = 0.0
     # ``error`` of the gradients alone
     gradient: float = 0.0
@@ -44,10 +44,11 @@ _ROUNDING_ALONE = 0.1
 class Comparison:
     """The result of comparing a run in stages with plain training.
 
-    Noise is the effect of the order of additions alone. It is measured if bitwise equality is not promised, between the
-    plain loop and the same loop with its microbatches added in reverse. An optimizer that divides by the size of the
-    gradient amplifies it, so gradients are compared with the noise of gradients. A tensor whose true gradient is zero
-    consists of noise, and must not raise the tolerance of other tensors: hence the median.
+    Noise is the effect of rounding alone. It is measured if bitwise equality is not promised, between the plain loop
+    and the same loop with its microbatches added in reverse, in parts, compiled, or on the path of the model that was
+    captured (docs/semantics.md). An optimizer that divides by the size of the gradient amplifies it, so gradients are
+    compared with the noise of gradients. A tensor whose true gradient is zero consists of noise, and must not raise the
+    tolerance of other tensors: hence the median.
     """
 
     differences: tuple[TensorDifference, ...]

@@ -240,15 +240,15 @@ class Workload:
         except (AutopipeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            remedy = items.remedy_of(error)
+            no_kernel = items.remedy_without_kernel(error)
+            remedy = no_kernel or items.remedy_of(error)
             if isinstance(item, Mapping) and isinstance(error, TypeError) and "argument" in str(error):
                 remedy = (
                     f"a dict becomes keyword arguments, and forward takes ({', '.join(self.models.forward_names)}); "
                     "for a model that takes the dict itself, let data give ((batch,), target)"
                 )
             fits = isinstance(error, (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError))
-            failed = fits or items.remedy_without_kernel(error)
-            what = f"{self.name} failed on a batch" if failed else f"the batch does not fit {self.name}"
+            what = f"{self.name} failed on a batch" if fits or no_kernel else f"the batch does not fit {self.name}"
             if fits:
                 remedy = "correct that line; calling the model on one batch in plain Python shows the same error"
             raise ModelFileError(

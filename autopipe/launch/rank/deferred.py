@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -134,13 +135,18 @@ def _load(module: ModuleType) -> None:
             return
         spec = module.__spec__
         assert spec is not None and isinstance(spec.loader, _Deferring), "it was found by _Finder"
-        spec.loader = module.__loader__ = spec.loader.actual
+        deferring = spec.loader
+        spec.loader = module.__loader__ = deferring.actual
         _LOADING[module.__name__] = threading.get_ident()
         try:
-            spec.loader.exec_module(module)
+            deferring.actual.exec_module(module)
+        except BaseException:  # such as Ctrl-C: the next use runs the code again
+            spec.loader = module.__loader__ = deferring
+            raise
+        else:
+            module.__class__ = ModuleType
         finally:
             del _LOADING[module.__name__]
-            module.__class__ = ModuleType
 
 
 def _graph_break(module: ModuleType, *given: Any, **options: Any) -> None:
@@ -156,6 +162,9 @@ def _disable(module: ModuleType, function: Callable[..., Any] | None = None, *gi
     """
     if function is None:
         return functools.partial(_disable, module, *given, **options)
+    if not isinstance(function, (types.FunctionType, types.MethodType)):  # of a class or a module, it returns one
+        _load(module)
+        return module.disable(function, *given, **options)
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -246,16 +246,14 @@ def remedy_without_kernel(error: Exception) -> str:
     if not missing and "could not create a primitive" not in text:
         return ""
     return (
-        "torch has no kernel for that operation in that dtype on this device: use --precision fp32 or another device, "
-        "or call that module under torch.autocast(device_type, enabled=False)"
+        "torch has no kernel for that operation in 16 bits on this device: use float32 (--precision fp32) or another "
+        "device, or call that module with x.float() under torch.autocast(device_type, enabled=False)"
     )
 
 
 def remedy_of(error: Exception) -> str:
     """Return the remedy for a model or a loss that fails on a batch."""
     text = str(error)
-    if remedy := remedy_without_kernel(error):
-        return remedy
     if "dtype" in text or "scalar type" in text:
         return (
             "compare the dtypes, not the shapes; the batch has those above. Convert in data, such as x.float() for "

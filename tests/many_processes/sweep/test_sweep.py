@@ -60,10 +60,14 @@ def kill_one(commands: Commands, *, job: bool) -> None:
     """Kill a rank, or its job. A lease may end at any moment, and its processes with it: try until one was killed."""
 
     def killed() -> bool:
+        alive = processes_in(commands.folder)
         with contextlib.suppress(psutil.Error):
             for rank in ranks_in(commands.folder):
-                (rank.parent().parent() if job else rank).kill()  # type: ignore[union-attr]
-                return True
+                server = rank.parent()
+                victim = rank if not job else server and server.parent()
+                if victim in alive:
+                    victim.kill()  # type: ignore[union-attr]
+                    return True
         return False
 
     wait_until(killed, 60)

@@ -1,9 +1,12 @@
 """Modules of torch whose import is deferred: eager training is the same, and everything else loads them."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+from autopipe.launch.rank import deferred
 
 PROGRAM = """
 import sys
@@ -56,13 +59,16 @@ else:
 
     size = ShapeEnv().create_unbacked_symint()
     print(graph_break(), type(sym_eq((size,), (3,))).__name__, sym_eq((2, (3,)), (2, (3,))))
+if sys.argv[2] == "a class":
+    block = torch.compiler.disable(type("Block", (torch.nn.Module,), {}))
+    print(isinstance(block, type), type(torch.compiler.disable(torch.nn.Linear(2, 2))).__name__)
 optimizer.step()
 print([parameter.tolist() for parameter in model.parameters()])
 print(loaded())
 """
 
 
-@pytest.mark.parametrize("use", ["compile", "submodule", "names"])
+@pytest.mark.parametrize("use", ["compile", "submodule", "a class"])
 def test_training_is_the_same_and_another_use_loads_the_module(use):
     def printed(how):
         done = subprocess.run(
@@ -71,7 +77,23 @@ def test_training_is_the_same_and_another_use_loads_the_module(use):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
-    deferred = printed("deferred")
-    assert deferred[1] == "[]"
-    assert deferred[-1] == "['sympy', 'torch._dynamo.config']"
-    assert deferred == printed("at once")
+    later = printed("deferred")
+    assert later[1] == "[]"
+    assert later[-1] == "['sympy', 'torch._dynamo.config']"
+    assert later == printed("at once")
+
+
+def test_a_load_that_is_interrupted_runs_again_at_the_next_use(tmp_path, monkeypatch):
+    (tmp_path / "slowly_loaded.py").write_text(
+        "import pathlib\nbegun = pathlib.Path(__file__).with_suffix('.begun')\nif not begun.exists():\n"
+        "    begun.touch()\n    raise KeyboardInterrupt\nvalue = 3\n"
+    )
+    monkeypatch.setattr(deferred, "_INSTEAD", {"slowly_loaded": {}})
+    monkeypatch.setattr(sys, "meta_path", [deferred._Finder(), *sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("slowly_loaded")
+    with pytest.raises(KeyboardInterrupt):
+        _ = module.value
+    assert module.value == 3
+    assert deferred.is_loaded(module)
+    del sys.modules["slowly_loaded"]

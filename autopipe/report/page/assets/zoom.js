@@ -64,7 +64,7 @@ Page.zoomable = (chart, element, section, axes, options = {}) => {
     const left = options.left || 0, width = box.width - left - (options.right || 0);
     const at = Math.max(0, Math.min(1, (event.clientX - box.left - left) / width));
     scale(Math.exp(Math.max(-200, Math.min(200, event.deltaY)) / 400), at);
-  }, { passive: false, ...signal });
+  }, { passive: false, capture: true, ...signal });  // the library stops the event on its way back
   element.addEventListener("keydown", (event) => {
     const action = keys[event.key];
     if (!action || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -62,6 +62,29 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", f
     return report
 
 
+PATH = """if not torch.compiler.is_compiling() and bool((x[:, 0] == 0).any()):
+            x = x{change}"""
+
+
+@pytest.mark.parametrize(("change", "is_equal"), [(" * 3 / 3", True), (" * 1.01", False)])
+def test_another_path_may_round_differently_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, is_equal: bool
+) -> None:
+    """The model takes it in the second step only, with samples that the capture does not see."""
+    monkeypatch.chdir(tmp_path)
+    text = MODEL.format(init="pass", forward=PATH.format(change=change))
+    text = text.replace("for _ in range(4):", "for step in range(4):")
+    text = text.replace("yield torch.randn(batch_size, 6, generator=g)", "yield inputs(step, batch_size, g)")
+    text += (
+        "\ndef inputs(step, batch_size, g):\n    x = torch.randn(batch_size, 6, generator=g)\n"
+        "    x[:, 0] = 0 if step == 1 else 1\n    return x\n"
+    )
+    (tmp_path / "net.py").write_text(text)
+    report = json.loads(CliRunner().invoke(autopipe, ["check", *WORDS, "--json"]).stdout)
+    assert (report["equal"], report["bitwise"]) == (is_equal, False)
+    assert "the captured path differs" in json.dumps(report)
+
+
 @pytest.mark.parametrize("options", [[], ["--deferred-batch-norm"]])
 def test_statistics_of_batches_are_compared_as_they_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
