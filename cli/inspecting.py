@@ -16,6 +16,15 @@ from autopipe.units import in_bytes
 from . import documents, options
 from .terminal import Terminal
 
+# what a page may lack
+_PARTS = {
+    "predicted": "a predicted schedule",
+    "measured": "a measured schedule",
+    "memory": "measured memory",
+    "curves": "loss and throughput",
+    "explanation": "the reasons for the plan",
+}
+
 
 @click.command("runs")
 @options.work_dir
@@ -96,5 +105,5 @@ def report_command(terminal: Terminal, run: str | None, output: Path, work_dir: 
         result = Pipeline(work_dir=work_dir).report(output, run, on_progress=progress)
     subject = f"of {result.run_dir}, {result.steps} steps" if result.run_dir else "of the plan"
     terminal.table(f"{result.path}: {in_bytes(result.bytes)}, {subject}")
-    terminal.notes(tuple(f"no {part}: {why}" for part, why in result.missing.items()))
+    terminal.notes(tuple(f"without {_PARTS[part]}: {why}" for part, why in result.missing.items()))
     terminal.document("report", dataclasses.asdict(result))
