@@ -24,7 +24,7 @@ from autopipe.script.notes import Notes
 from autopipe.script.places import Places
 from autopipe.script.refusals import refused
 from autopipe.script.state import remote
-from autopipe.script.state.optimizers import Copies
+from autopipe.script.state.optimizers import Copies, modules_of
 from autopipe.script.state.remote import busy, is_remote
 
 _CALL = nn.Module.__call__
@@ -134,6 +134,7 @@ class Patches:
             return result
 
         stepped.autopipe = True  # type: ignore[attr-defined]
+        stepped.steps_of = modules_of(step)  # type: ignore[attr-defined]
         return stepped
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -258,13 +259,9 @@ def _same(value: Any) -> Any:
 
 def _calls_closure_first(step: Callable[..., Any]) -> bool:
     """Return whether the step of an optimizer begins with its closure, and calls it once: torch's own, except LBFGS."""
-    names = []
-    function: Any = step
-    while function is not None:  # functools.wraps copies __module__, so that says nothing
-        names.append(getattr(function, "__globals__", {}).get("__name__", ""))
-        function = getattr(function, "__wrapped__", None)
-    own = all(name.startswith("torch.") for name in names) and names[-1].startswith("torch.optim.")
-    return own and names[-1] != torch.optim.LBFGS.__module__
+    modules = modules_of(step)
+    own = all(name.startswith("torch.") for name in modules) and modules[-1].startswith("torch.optim.")
+    return own and modules[-1] != torch.optim.LBFGS.__module__
 
 
 def _clip(

@@ -26,6 +26,18 @@ _KNOWN = {
 }  # fmt: skip
 
 
+def modules_of(step: Any) -> list[str]:
+    """Return the modules of a step and of the functions that it wraps, the outermost first.
+
+    ``functools.wraps`` copies ``__module__``, so the globals decide.
+    """
+    modules = []
+    while step is not None:
+        modules.append(getattr(step, "__globals__", {}).get("__name__", type(step).__module__))
+        step = getattr(step, "__wrapped__", None)
+    return modules
+
+
 class Copies:
     """Which optimizers have copies on the ranks, and their numbers."""
 
@@ -105,6 +117,11 @@ class Copies:
             raise refused(f"optimizer {title} is not in a module that ranks can import") from None
         if not kind.__module__.startswith("torch.optim."):
             raise refused(f"optimizer {title}: only those of torch.optim are known to step each parameter by itself")
+        for module in getattr(kind.step, "steps_of", ()):
+            if not module.startswith("torch."):
+                raise refused(
+                    f"optimizer {title}: its step was replaced by a function of {module}, which ranks cannot run"
+                )
         extra = sorted(key for key in vars(optimizer) if key not in _KNOWN)
         if extra:
             raise refused(f"optimizer {title} keeps attributes outside of its state: {', '.join(extra)}")

@@ -1,6 +1,7 @@
 """What cannot run in stages with the same numbers: each is tried, and prints ``refused`` with its line, or ``ran``."""
 
 import copy
+import functools
 import sys
 
 import torch
@@ -124,6 +125,23 @@ def own_optimizer():
     mine = Mine(model.parameters(), lr=0.1)
     loss_of().backward()
     mine.step()
+
+
+def replaced_step():
+    original = torch.optim.Adagrad.step
+
+    @functools.wraps(original)
+    def twice(self, closure=None):
+        original(self, closure)
+        return original(self)
+
+    torch.optim.Adagrad.step = twice
+    try:
+        mine = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        loss_of().backward()
+        mine.step()
+    finally:
+        torch.optim.Adagrad.step = original
 
 
 def optimizer_of_two():
