@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.hosts import slurm_cluster
 from support.hosts.launches import AUTOPIPE, environment, free_port, one_line
 from support.hosts.two_hosts import Hosts, why_not
 from support.waiting import under_load, wait_until
@@ -243,6 +244,22 @@ def test_another_number_of_stages_is_refused(folder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     done = finished([*AUTOPIPE, "run", "--launcher", "env", "--gpus", "3", "train.py", "--", "5", "x.pt"], folder)
     assert done.returncode == 1 and "--gpus is 3, but torchrun has started 2 ranks" in one_line(done.stderr)
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not()), reason=slurm_cluster.why_not() or "slurm")
+def test_slurm_runs_the_script_once_in_an_allocation_and_in_a_batch_job(folder: Path, tmp_path: Path) -> None:
+    words = (*AUTOPIPE, "run", "--launcher", "slurm", "train.py", "--", "5")
+    with slurm_cluster.slurm(tmp_path) as cluster:
+        done = cluster.run(*slurm_cluster.ALLOCATED, *words, "srun.pt", cwd=folder, seconds=150)
+        assert done.returncode == 0, done.stderr
+        assert_as_python(folder, done.stdout, "srun.pt")
+
+        batch = ("sbatch", "--parsable", *slurm_cluster.ON_BOTH, "--output=out.txt", "--error=errors.txt")
+        job = cluster.run(*batch, "--wrap", shlex.join([*words, "sbatch.pt"]), cwd=folder).stdout.strip()
+        state = cluster.wait(job, ["COMPLETED", "FAILED"], 150)
+        assert state == "COMPLETED 0:0", f"{(folder / 'errors.txt').read_text()}\n{cluster.logs()}"
+        assert_as_python(folder, (folder / "out.txt").read_text(), "sbatch.pt")
+    assert slurm_cluster.left(tmp_path) == []
 
 
 def test_slurm_needs_an_allocation(folder: Path) -> None:

@@ -19,11 +19,10 @@ from support.hosts.launches import (
     steps_made,
     weights,
 )
-from support.hosts.slurm_cluster import Slurm, left, slurm, why_not
+from support.hosts.slurm_cluster import ALLOCATED, Slurm, left, slurm, why_not
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
-ALLOCATED = ("salloc", "--quiet", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ REASONS = {
     "needs several hosts",
     "needs SLURM",
     "needs Ray",
+    "needs a run of yours",
     "your own file",
     "needs another package",
     "installs packages",

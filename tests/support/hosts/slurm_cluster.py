@@ -18,6 +18,8 @@ from support.waiting import short_pause, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
+ON_BOTH = ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
+ALLOCATED = ("salloc", "--quiet", *ON_BOTH)
 _SECONDS = 30
 _START_SECONDS = 20
 _CONF = """
