@@ -60,7 +60,7 @@ def _counted(subject: Subject) -> Measurement:
     with explained(whole.about[0], subject.size):
         cost = count_saved(subject, whole, subject.start(), {}, facts)
     names = {position: name for name, position in whole.positions.items()}
-    keepers = {names[position]: names[keeper] for position, keeper in reversed(cost.keepers)}
+    keepers = {names[position]: names[keeper] for position, _, keeper in reversed(cost.keepers)}
     costs = {
         node.name: NodeCost(0.0, 0.0, facts.output_bytes[node.name], saved, facts.workspace_bytes[node.name])
         for node, saved in zip(whole.about, cost.saved_bytes, strict=True)

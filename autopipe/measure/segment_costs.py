@@ -23,8 +23,8 @@ class SegmentCost:
 
     saved_bytes: list[int]  # by node, kept from forward to backward
     grads: list[tuple[bool, ...]]  # by node, whether a gradient flows through each tensor of its value
-    #: The positions of a value and of the node that is the first to keep it for its backward.
-    keepers: list[tuple[int, int]]
+    #: The position of a value, which of its tensors, and the position of the node that first keeps it for its backward.
+    keepers: list[tuple[int, int, int]]
     windows: Windows
 
 
@@ -79,7 +79,8 @@ class SegmentCosts:
             for node in segment.nodes
         )
         already = tuple(
-            any(storage_of(tensor) in counted for tensor in tensors_of(values.by_name[name])) for name in segment.inputs
+            tuple(storage_of(tensor) in counted for tensor in tensors_of(values.by_name[name]))
+            for name in segment.inputs
         )
         ends = tuple(positions[name] for name in segment.outputs)
         return tuple(self._facts.signatures[node.name] for node in segment.nodes), wires, already, ends
@@ -98,9 +99,9 @@ class SegmentCosts:
                 values.by_name[node.name] = call(node, values.by_name, state)
             values.grads[node.name] = cost.grads[index]
         names = {position: name for name, position in segment.positions.items()}
-        for position, keeper in cost.keepers:
-            for tensor in tensors_of(values.by_name[names[position]]):
-                counted.setdefault(storage_of(tensor), names[keeper])
+        for position, index, keeper in cost.keepers:
+            tensor = tensors_of(values.by_name[names[position]])[index]
+            counted.setdefault(storage_of(tensor), names[keeper])
         for name in names.values():
             for memory in map(storage_of, tensors_of(values.by_name[name])):
                 if memory in counted:
@@ -137,9 +138,9 @@ def count_saved(
     grads = [tuple(tensor.requires_grad for tensor in tensors_of(result)) for result in results]
     positions = segment.positions
     keepers = [
-        (position, positions[saved.keepers[memory]])
+        (position, index, positions[saved.keepers[memory]])
         for name, position in positions.items()
-        for memory in map(storage_of, tensors_of(computed[name]))
+        for index, memory in enumerate(map(storage_of, tensors_of(computed[name])))
         if memory in saved.keepers
     ]
     return SegmentCost([saved.bytes[node.name] for node in segment.nodes], grads, keepers, subject.clock.windows())
