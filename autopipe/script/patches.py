@@ -117,16 +117,19 @@ class Patches:
         nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign,assignment]
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        modules = modules_of(step)
+        is_closure_first = _calls_closure_first(modules)
+
         @functools.wraps(step)
         def stepped(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-            was_remote = self.copies.is_remote(optimizer)
-            result = None
-            if closure is not None and (was_remote or _calls_closure_first(step)):
+            on_ranks = self.copies.is_remote(optimizer)
+            given, result = () if closure is None else (closure,), None
+            if closure is not None and (on_ranks or is_closure_first):
                 with torch.enable_grad():
                     result = closure()  # the first one may put the model into stages
-                closure = functools.partial(_same, result)  # an optimizer that is not remote calls it
-            if not was_remote and not self.copies.is_remote(optimizer):
-                given = () if closure is None else (closure,)
+                given = (lambda: result,)
+                on_ranks = on_ranks or self.copies.is_remote(optimizer)
+            if not on_ranks:
                 return step(optimizer, *given, *args, **kwargs)
             self.copies.step(optimizer)
             assert remote.controller is not None
@@ -134,7 +137,7 @@ class Patches:
             return result
 
         stepped.autopipe = True  # type: ignore[attr-defined]
-        stepped.steps_of = modules_of(step)  # type: ignore[attr-defined]
+        stepped.steps_of = modules  # type: ignore[attr-defined]
         return stepped
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -253,13 +256,8 @@ def _zero(parameters: list[Any], to_none: bool) -> None:
     controller.gradients.zero(None if len(set(names)) == trained else names, to_none)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _calls_closure_first(step: Callable[..., Any]) -> bool:
-    """Return whether the step of an optimizer begins with its closure, and calls it once: torch's own, except LBFGS."""
-    modules = modules_of(step)
+def _calls_closure_first(modules: list[str]) -> bool:
+    """Return whether a step of these modules begins with its closure, and calls it once: torch's own, except LBFGS."""
     own = all(name.startswith("torch.") for name in modules) and modules[-1].startswith("torch.optim.")
     return own and modules[-1] != torch.optim.LBFGS.__module__
 

@@ -136,18 +136,14 @@ def compare(
         if not order.plain:
             reference = loop.in_order(order)
             orders = _Orders.between(plain, reference)
-        if plan.team > 1:  # an optimizer such as Adam enlarges rounding differences: every step is compared alone
+        two_paths = not context.graph.exact
+        if not reasons and _differ(trained, reference, loop):  # so the graph is exact, and there are no teams
+            reasons = _other_path(loop, order, trained)
+            two_paths = bool(reasons)
+        if plan.team > 1 or two_paths:  # optimizers such as Adam enlarge rounding: every step is compared alone
             loop = replace(loop, forced=trained.gradients)
             reference = loop.in_order(order)
         worst = _differences(trained, reference, context, job)
-        two_paths = not context.graph.exact
-        if not reasons and _differ(trained, reference, loop):
-            reasons = _other_path(loop, order, trained)
-            two_paths = bool(reasons)
-        if two_paths and loop.forced is None:  # one of them is different arithmetic: every step is compared alone
-            loop = replace(loop, forced=trained.gradients)
-            reference = loop.in_order(order)
-            worst = _differences(trained, reference, context, job)
         noise = Worst()
         if reasons:
             noise = _noise(reference, loop.in_order(order, reverse=True))

@@ -140,11 +140,10 @@ def _load(module: ModuleType) -> None:
         _LOADING[module.__name__] = threading.get_ident()
         try:
             deferring.actual.exec_module(module)
+            module.__class__ = ModuleType
         except BaseException:  # such as Ctrl-C: the next use runs the code again
             spec.loader = module.__loader__ = deferring
             raise
-        else:
-            module.__class__ = ModuleType
         finally:
             del _LOADING[module.__name__]
 
