@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from support.script_runs import SCRIPTS, by_python, in_stages
+from support.slow import mostly_slow
 from torch.utils import _pytree as pytree
 
 CASES = {
@@ -31,8 +33,9 @@ CASES = {
     "transformers GPT-2": ("hf_trainer.py", ("--language", "--bf16"), "trainer.pt"),
     "accelerate": ("accelerated.py", (), "accelerated.pt"),
 }
-# in three stages with every change
-SOONER = ("accumulation", "trainer", "tied over stages", "several calls")
+# with every change; in three stages, a few
+IN_THREE = ("accumulation", "trainer", "tied over stages", "several calls")
+SOONER = {*((name, 2) for name in CASES), *((name, 3) for name in IN_THREE)}
 PACKAGES = {
     "lightning_boring.py": ("lightning",),
     "hf_trainer.py": ("transformers", "accelerate"),
@@ -54,13 +57,7 @@ def differences(left: Path, right: Path) -> list[int]:
     return [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not bool(torch.as_tensor(x == y).all())]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *((name, 2) for name in CASES),
-        *(pytest.param(name, 3, marks=[] if name in SOONER else [pytest.mark.slow]) for name in CASES),
-    ],
-)
+@pytest.mark.parametrize(("name", "stages"), mostly_slow(itertools.product(CASES, (2, 3)), SOONER))
 def test_a_script_prints_and_saves_what_it_does_in_python(name: str, stages: int, tmp_path: Path) -> None:
     script, words, saved = CASES[name]
     skip_without_packages(script)

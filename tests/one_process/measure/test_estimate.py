@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 from click.testing import CliRunner
-from support.stacks import stack_of
+from support.measuring.stacks import stack_of
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact

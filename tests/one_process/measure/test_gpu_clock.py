@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
+from support.measuring.stacks import stack_of
 from support.nccl.virtual_gpu import BOOST, VirtualGpu, virtual_gpu
-from support.stacks import stack_of
 from torch import nn
 
 from autopipe.measure import measure

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 import torch
+from support.measuring.saved_bytes import with_saved_bytes
+from support.measuring.stacks import SPEC, Stack, Workload, captured, stack_of
 from support.pipelines import captured_file
-from support.stacks import SPEC, Stack, Workload, captured, stack_of
 from torch import fx, nn
 
 from autopipe.errors import ProfileError
@@ -23,16 +24,7 @@ def size_run(capture, workload, size, least_seconds=1e-9):
 
 def independent_saved_bytes(forward, model, *inputs):
     """Count the bytes that one plain forward saves: every memory once, without parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward(*inputs)
-    total = sum(t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in own)
+    loss, total = with_saved_bytes(lambda: forward(*inputs), (*model.parameters(), *model.buffers()))
     assert loss.requires_grad
     return total
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from support.measuring.saved_bytes import with_saved_bytes
 from support.samples import NAMES, load_sample
 
 from autopipe.measure import measure
@@ -15,18 +16,12 @@ from autopipe.trace import capture
 def saved_by_one_forward(traced, workload):
     """Return the bytes that one forward keeps for its backward."""
     root = traced.module
-    own = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers(), *traced.constants.values())}
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     leaves = {key: leaf.clone() for key, leaf in workload.leaves(workload.example_item(2)).items()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = root(*[leaves[entry.name] for entry in traced.graph.inputs])
+    inputs = [leaves[entry.name] for entry in traced.graph.inputs]
+    own = (*root.parameters(), *root.buffers(), *traced.constants.values())
+    outputs, total = with_saved_bytes(lambda: root(*inputs), own)
     assert outputs is not None
-    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
+    return total
 
 
 @pytest.mark.parametrize("name", NAMES)

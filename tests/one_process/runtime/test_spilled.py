@@ -12,6 +12,7 @@ import torch
 from support.pipelines import BATCH, Captured, build, captured, captured_file, measured_with, minibatches
 from support.samples import NAMES
 from support.schedule_cases import compared
+from support.slow import mostly_slow
 from torch import nn
 
 from autopipe.errors import DoesNotFitError, PlanError, RunError, WorkerError
@@ -27,7 +28,7 @@ from autopipe.runtime.spilling.flat import Flat
 from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
 from autopipe.runtime.spilling.spiller import Spiller
 
-SAMPLES = [pytest.param(name, marks=[] if name in ("gpt", "resnet") else [pytest.mark.slow]) for name in NAMES]
+SAMPLES = mostly_slow(NAMES, ("gpt", "resnet"))
 MLP = """
 import torch
 from torch import nn

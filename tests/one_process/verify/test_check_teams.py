@@ -1,5 +1,6 @@
 """``autopipe check`` of transformers in teams: alone, and with stages and replicas. Most of each model is sharded."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from support.models.transformers import MODELS, toy_of
 from support.samples import SAMPLES
+from support.slow import mostly_slow
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
@@ -41,14 +43,9 @@ LAYOUTS = {
 NAMES = [*MODELS, "gpt", "hf_llama"]
 # with every change, all models in the layout that has everything, and a few in the others
 SOONER = {*((name, "all") for name in NAMES), ("gpt", "teams"), ("gpt", "positions"), ("hf_llama", "positions")}
-CASES = [
-    pytest.param(name, layout, marks=[] if (name, layout) in SOONER else [pytest.mark.slow])
-    for name in NAMES
-    for layout in LAYOUTS
-]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), mostly_slow(itertools.product(NAMES, LAYOUTS), SOONER))
 @pytest.mark.filterwarnings("default")
 def test_a_transformer_in_teams_equals_plain_training(
     name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 from click.testing import CliRunner
+from support.slow import mostly_slow
 
 from autopipe.cli.main import autopipe
 
@@ -62,7 +63,7 @@ SOONER = ("gpt2",)
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOONER else [pytest.mark.slow]) for n in MODELS])
+@pytest.mark.parametrize("name", mostly_slow(MODELS, SOONER))
 def test_a_model_trains_in_two_and_three_stages_as_in_a_plain_loop(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for num_stages in (2, 3):
