@@ -27,6 +27,8 @@ from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import LaunchRequest
 
 TICK_SECONDS = 0.1
+# a longer wait than a tick: the run was suspended, as by Ctrl-Z, or with the machine
+PAUSE_SECONDS = 5.0
 # how long the other ranks may still report after the first failure: one of them may be the cause
 GRACE_SECONDS = 0.5
 # what NCCL's watchdog thread writes before it aborts the process, and how much of the log's end may contain it
@@ -101,7 +103,10 @@ class Supervisor:
         looked = 0.0
         seen: list[int] = []
         while not all(state.done and state.ended for state in self._states):
+            waiting = time.monotonic()
             self._take(TICK_SECONDS)
+            if (paused := time.monotonic() - waiting - TICK_SECONDS) > PAUSE_SECONDS:
+                progress += paused  # this process did not run, and probably no rank did
             if any(state.failed for state in self._states):
                 self._await_others()
                 raise self._cause()

@@ -224,3 +224,30 @@ def test_a_rank_that_nccl_aborted_only_lost_its_connection(log: str, blamed: int
     with pytest.raises(WorkerError) as failed:
         Supervisor(request(tmp_path), ranks).watch()
     assert failed.value.rank == blamed
+
+
+@pytest.mark.parametrize(("pause", "hangs"), [(300.0, False), (4.0, True)])
+def test_the_time_in_which_the_run_was_suspended_is_no_hang(
+    pause: float, hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Suspended(Played):
+        """The first wait lasts as long as the process was suspended, and ranks end at the hundredth."""
+
+        polls = 0
+
+        def poll(self, timeout: float) -> Iterable[Mapping[str, Any]]:
+            self.polls += 1
+            clock[0] += pause if self.polls in (2, 3) else timeout
+            if self.polls < 50:
+                return []
+            return [{"kind": "done", "rank": 0}, {"kind": "done", "rank": 1}, exited(0, 1, 0), exited(1, 1, 0)]
+
+    clock = [1000.0]
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    ranks = Suspended([], notes=[Beat(1, 1000.0, False, f"{rank}F0@0") for rank in range(2)])
+    watched = Supervisor(request(tmp_path, watchdog=6.0), ranks)
+    if hangs:
+        with pytest.raises(WorkerError, match="no rank has moved for"):
+            watched.watch()
+    else:
+        watched.watch()
