@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
 from autopipe.launch.request import LaunchSettings
 from autopipe.script import hosts
+
+if TYPE_CHECKING:
+    from autopipe.script.rank.server import RankProcess, RankServer
 
 MARK = b"autopipe-rank "
 # of the line, and of what a login shell prints before it
@@ -46,7 +49,8 @@ class Connection:
     """One rank, from the side of the controller."""
 
     end: socket.socket
-    process: subprocess.Popen[bytes] | None = None  # which ends with the rank; None: another process started it
+    # which ends with the rank; None: another process started it
+    process: subprocess.Popen[bytes] | RankProcess | None = None
     host: str = ""  # "": this one
     joins: bool = False  # it sends its facts first, and has no folder in common with the controller
 
@@ -60,6 +64,7 @@ class Places:
     hosts: tuple[str, ...] = ()  # of each rank, with ssh
     meeting: socket.socket | None = None  # where the processes of a cluster connect
     seen_as: str = ""  # the address of this host, as another one sees it
+    server: RankServer | None = None  # from which ranks of this host are forked; None: each is a new process
 
     @property
     def are_remote(self) -> bool:

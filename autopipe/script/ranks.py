@@ -1,4 +1,4 @@
-"""``Ranks``: the processes of the stages, as the controller sees them. Each is started clean, not forked.
+"""``Ranks``: the processes of the stages, as the controller sees them. None is forked from the process of the script.
 
 Where they are, and how they connect, is in ``places``.
 """
@@ -80,6 +80,11 @@ class Ranks:
         numbers = there.fileno(), rank, self.count, self.owner
         words = [*map(str, numbers), str(self.folder), str(self.timeout)]
         words += ["temporary"] if self.temporary else []
+        if self.places.server is not None:
+            forked = self.places.server.start(words[1:], there)
+            if forked is not None:
+                there.close()
+                return Connection(here, forked)
         package = str(Path(__file__).resolve().parents[2])
         code = (
             f"import sys; sys.path.insert(0, {package!r}); "

@@ -15,6 +15,7 @@ from autopipe.script.execution import INTERRUPTED, execute, report
 from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
 from autopipe.script.places import Places
+from autopipe.script.rank.server import RankServer
 
 __all__ = ["INTERRUPTED", "end_by_interrupt", "run_script"]
 
@@ -43,6 +44,8 @@ def run_script(
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
     notes = Notes(quiet=quiet)
+    if not places.are_remote:
+        places.server = RankServer.forked()
     for note in places.check():
         notes.say(note)
     installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
@@ -78,6 +81,8 @@ def run_script(
             reference.end()
         if not patching.starting:
             places.end(failed=failed)
+        if places.server is not None:
+            places.server.close()
     return code
 
 

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .warm.programs import TORCH, run_warm
+
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 240
 
@@ -21,18 +23,25 @@ class Ended:
     errors: str
 
 
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
 def _run(words: list[str], folder: Path) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+        words, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def by_python(script: Path, *words: str, folder: Path) -> Ended:
-    """Run ``python SCRIPT`` in a folder."""
-    return _run([sys.executable, str(script), *words], folder)
+def by_python(script: Path, *words: str, folder: Path, new: bool = False) -> Ended:
+    """Run ``python SCRIPT`` in a folder. ``new``: by a new interpreter, whose tracebacks are those of python."""
+    if new:
+        return _run([sys.executable, str(script), *words], folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    done = run_warm(str(script), *words, cwd=folder, env=_environment(), modules=TORCH, timeout=SECONDS)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def in_stages(script: Path, *words: str, folder: Path, stages: int = 2, options: tuple[str, ...] = ()) -> Ended:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import os
 import shutil
@@ -23,10 +22,9 @@ from typing import NoReturn
 from autopipe.launch.rank.forked import FORK_SERVER, fork_server_runs, prepare_fork_server
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import stop_signals_blocked
+from autopipe.launch.rank.title import find_arguments, set_title
 
-_TITLE = b"autopipe forkserver"
-# the fields of /proc/PID/stat, counted from the third: where the arguments of the process begin and end
-_ARGUMENTS_BEGIN, _ARGUMENTS_END = 45, 46
+_TITLE = "autopipe forkserver"
 
 
 def fork_early() -> None:
@@ -35,7 +33,7 @@ def fork_early() -> None:
     It is not forked on a system other than Linux, beside other threads or a GPU context, or by a version of Python with
     another protocol of the server.
     """
-    arguments = _arguments()
+    arguments = find_arguments()
     if arguments is None or sys.version_info >= (3, 14) or fork_server_runs():
         return
     from autopipe.launch.rank.deferred import defer
@@ -80,23 +78,7 @@ def _serve(listener: int, alive: int, parent: int, arguments: tuple[int, int]) -
         if os.getppid() == parent:
             atexit.unregister(shutil.rmtree)  # the parent's folder of sockets
             gc.enable()  # the parent disables it for its imports
-            _hide_arguments(*arguments)
+            set_title(_TITLE, arguments)
             forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
-
-
-def _arguments() -> tuple[int, int] | None:
-    """Return where the arguments of this process begin and end in its memory, or None if that is unknown."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, end = int(fields[_ARGUMENTS_BEGIN]), int(fields[_ARGUMENTS_END])
-    except (OSError, IndexError, ValueError):
-        return None
-    return (begin, end) if 0 < begin < end else None
-
-
-def _hide_arguments(begin: int, end: int) -> None:
-    """Replace the arguments that ps shows: those of the model may be secret, and the ranks inherit them."""
-    size = end - begin
-    ctypes.memmove(begin, _TITLE[: size - 1].ljust(size, b"\0"), size)

@@ -33,7 +33,7 @@ def wait_until_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("how", CODES)
 def test_a_script_ends_as_in_python(how: str, tmp_path: Path) -> None:
-    plain = by_python(SCRIPTS / "endings.py", how, folder=tmp_path)
+    plain = by_python(SCRIPTS / "endings.py", how, folder=tmp_path, new=True)
     staged = in_stages(SCRIPTS / "endings.py", how, folder=tmp_path)
     assert (plain.code, staged.code) == (CODES[how], CODES[how]), staged.errors
     assert staged.output == plain.output

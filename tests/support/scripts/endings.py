@@ -1,12 +1,13 @@
 """A script that trains two steps and then ends in the way that its argument names."""
 
 import os
+import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 
+import psutil
 import torch
 from torch import nn
 
@@ -26,10 +27,9 @@ def train():
 
 
 def children():
-    listed = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "autopipe.script.rank" in line]
+    """Return the ranks: processes of the server, which this process has started."""
+    processes = psutil.Process().children(recursive=True)
+    return [p.pid for p in processes if re.search(r"autopipe\.script\.rank \d", " ".join(p.cmdline()))]
 
 
 def kill_a_starting_rank():

@@ -30,6 +30,8 @@ MODULES = (
     *("torch", "torch._dynamo", "safetensors.torch"),
     *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
 )
+TORCH = ("torch", "torch._dynamo", "numpy", "torch.utils.data")
+"""For a script that is the reference of ``autopipe run``: nothing of autopipe."""
 _ONE_AT_A_TIME = threading.Lock()  # `make chaos` asks from several threads
 
 
@@ -39,10 +41,15 @@ def run_warm(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     without: str = "",
+    modules: tuple[str, ...] = MODULES,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script or ``AUTOPIPE`` in a folder. ``without``: a module that it cannot import."""
-    server = _server()
+    """Run a script or ``AUTOPIPE`` in a folder.
+
+    ``without``: a module that it cannot import. ``modules``: those that the process has imported from which it is
+    forked.
+    """
+    server = _server(modules)
     command = [program, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -62,9 +69,9 @@ def run_warm(
 
 
 @functools.cache
-def _server() -> subprocess.Popen[bytes]:
+def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.warm.programs", *MODULES],
+        [sys.executable, "-m", "support.warm.programs", *modules],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
