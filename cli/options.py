@@ -133,7 +133,11 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--device", type=types.one_of("device", *table.CHOICES["device"]), help="Device of the ranks. [default: auto]"
     ),
-    option("--microbatch-sizes", type=types.SIZES, help="Microbatch sizes to measure. [default: 1,2,4,8]"),
+    option(
+        "--microbatch-sizes",
+        type=types.SIZES,
+        help="Microbatch sizes to measure. [default: 1,2,4,8, and up to a quarter of a large minibatch]",
+    ),
     option("--threads-per-rank", type=types.COUNT, help="Threads of each rank on a CPU. [default: 1]"),
     option(
         "--allow-data-dependent",

@@ -16,6 +16,14 @@ from autopipe.commands.apart.child import Link
 from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
+from autopipe.commands.planning.sizes import (
+    COUNTED_SIZES,
+    MICROBATCH_SIZES,
+    NO_SIZES,
+    QUICK_SECONDS,
+    Sizes,
+    larger_sizes,
+)
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ProfileError, RunError, counted
@@ -28,8 +36,6 @@ from autopipe.trace.axes import find_axes
 from autopipe.trace.teams import alone
 from autopipe.workload.cutting.hook import Minibatch
 
-MICROBATCH_SIZES = (1, 2, 4, 8)
-COUNTED_SIZES = (1, 8)  # operations and bytes of sizes between them are interpolated: they grow with the batch
 Accept = Callable[[Graph], None]
 """Takes the captured graph before it is measured; raises to refuse it."""
 
@@ -54,7 +60,7 @@ class _Task:
     threads: int | None
     allow_data_dependent: bool
     verify: bool
-    sizes: tuple[int, ...]
+    sizes: Sizes
     minibatch: Minibatch | None
 
 
@@ -69,7 +75,7 @@ def measured_apart(settings: ProfileSettings) -> bool:
 def measure_anew(
     settings: ProfileSettings,
     work: Work,
-    sizes: tuple[int, ...] = (),
+    sizes: Sizes = NO_SIZES,
     accept: Accept | None = None,
     minibatch: Minibatch | None = None,
 ) -> Measured:
@@ -84,7 +90,7 @@ def measure_anew(
 
 
 def _measured_here(
-    settings: ProfileSettings, work: Work, sizes: tuple[int, ...], accept: Accept | None, minibatch: Minibatch | None
+    settings: ProfileSettings, work: Work, sizes: Sizes, accept: Accept | None, minibatch: Minibatch | None
 ) -> Measured:
     if not settings.estimate:  # described for the device that is measured, whatever the stored profile was made for
         settings = dataclasses.replace(settings, device=settings.device or "auto")
@@ -96,7 +102,7 @@ def _measured_here(
 
 
 def _measured_in_another_process(
-    settings: ProfileSettings, work: Work, sizes: tuple[int, ...], accept: Accept | None, minibatch: Minibatch | None
+    settings: ProfileSettings, work: Work, sizes: Sizes, accept: Accept | None, minibatch: Minibatch | None
 ) -> Measured:
     def handle(kind: str, fields: dict[str, Any]) -> None:
         if kind == "progress":
@@ -143,20 +149,34 @@ def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
     return {"notes": work.notes, "method": measured.method, "warnings": measured.warnings}
 
 
-def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
+def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Sizes = NO_SIZES) -> Profile:
     """Measure a captured model in this process, and write profile.json."""
+    own_size = model.workload.num_samples(model.workload.example_item(None))
+    larger = larger_sizes(sizes.batch_size or own_size)
     if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
-        wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
+        wanted = sizes.exact or (model.workload.num_samples(model.workload.example_item(1)),)
+        larger = ()
+    elif settings.microbatch_sizes:
+        wanted, larger = settings.microbatch_sizes, ()
     else:
-        wanted = settings.microbatch_sizes or _usable(model, sizes, work)
+        wanted = _usable(model, sizes, work)
+        larger = () if sizes.exact else larger
     if settings.estimate:
-        profile = estimate(alone(model.capture), model.workload, microbatch_sizes=wanted, progress=work.progress)
+        profile = estimate(
+            alone(model.capture),
+            model.workload,
+            microbatch_sizes=wanted,
+            larger_sizes=larger,
+            progress=work.progress,
+        )
     else:
         profile = measure(
             alone(model.capture),
             model.workload,
             device=settings.device or "auto",
             microbatch_sizes=wanted,
+            larger_sizes=larger,
+            quick_seconds=QUICK_SECONDS,
             threads=settings.threads or 1,
             progress=work.progress,
         )
@@ -165,15 +185,16 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
         graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
         profile = dataclasses.replace(profile, graph=graph)
     # so that a plan can be made later without the model file
-    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    profile = dataclasses.replace(profile, batch_size=own_size)
     artifact.save(profile, work.store.profile)
     return profile
 
 
-def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
+def _usable(model: Model, sizes: Sizes, work: Work) -> tuple[int, ...]:
     """Return the sizes to measure: those that the model accepts in training, which may exclude one sample."""
-    least = min(sizes, default=1)
-    wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
+    least = min(sizes.exact, default=1)
+    usual = COUNTED_SIZES if sizes.few else (size for size in MICROBATCH_SIZES if size >= least)
+    wanted = sorted({*usual, *sizes.exact})
     if any(parameter.is_meta for parameter in model.built.parameters()):
         return tuple(wanted)
     usable, why = taken(model.workload, model.built, wanted)
@@ -185,7 +206,7 @@ def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]
 def ensure_profile(
     settings: ProfileSettings,
     work: Work,
-    sizes: tuple[int, ...] = (),
+    sizes: Sizes = NO_SIZES,
     accept: Accept | None = None,
     minibatch: Minibatch | None = None,
     *,

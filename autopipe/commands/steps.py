@@ -14,11 +14,12 @@ from pathlib import Path
 
 from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
-from autopipe.commands.measuring import COUNTED_SIZES, ensure_profile, measure_anew
+from autopipe.commands.measuring import ensure_profile, measure_anew
 from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
 from autopipe.commands.named import remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
+from autopipe.commands.planning.sizes import Sizes
 from autopipe.commands.planning.teams import with_team
 from autopipe.commands.settings import (
     AUTO_TEAM,
@@ -110,7 +111,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
                 previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
-            sizes = microbatch_sizes(settings)
+            sizes = sizes_of(settings)
             model, profile = _profile_for(settings, request, work, sizes, minibatch)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
@@ -145,14 +146,14 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
 
 
 def _profile_for(
-    settings: PlanSettings, request: PlanRequest, work: Work, sizes: tuple[int, ...], minibatch: Minibatch | None
+    settings: PlanSettings, request: PlanRequest, work: Work, sizes: Sizes, minibatch: Minibatch | None
 ) -> tuple[Model, Profile]:
     """Return the model and its profile. For devices with a datasheet, a CPU's times are not needed: it is counted.
 
     A model that cannot be counted is measured.
     """
 
-    def profiled(settings: PlanSettings) -> tuple[Model, Profile]:
+    def profiled(settings: PlanSettings, sizes: Sizes = sizes) -> tuple[Model, Profile]:
         settings = with_team(settings, work, sizes, minibatch)
         return ensure_profile(settings.profile, work, sizes, minibatch=minibatch, may_count=request.of_datasheet)
 
@@ -160,10 +161,9 @@ def _profile_for(
     if not request.of_datasheet or given.device is not None or find_device("auto").type != "cpu":
         return profiled(settings)
     counting = dataclasses.replace(given, estimate=True)
-    if counting.microbatch_sizes is None and not work.store.profile.exists():
-        counting = dataclasses.replace(counting, microbatch_sizes=tuple(sorted({*COUNTED_SIZES, *sizes})))
     try:
-        model, profile = profiled(dataclasses.replace(settings, profile=counting))
+        few = dataclasses.replace(sizes, few=True)
+        model, profile = profiled(dataclasses.replace(settings, profile=counting), few)
     except (TraceError, ModelFileError, ProfileError):
         return profiled(settings)
     if profile.device.kind == COUNTED:
@@ -207,7 +207,7 @@ def prepare(
     """
     work = Work.begin(settings.work_dir, progress)
     minibatch = minibatch_of(settings, work.load(Plan, work.store.plan))
-    sizes = microbatch_sizes(settings)
+    sizes = sizes_of(settings)
     settings = with_team(settings, work, sizes, minibatch)
     model, profile = ensure_profile(settings.profile, work, sizes, accept, minibatch)
     if not profile.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
@@ -255,14 +255,15 @@ def minibatch_of(settings: PlanSettings, stored: Plan | None) -> Minibatch | Non
     return None if stored is None else Minibatch(stored.num_microbatches, size)
 
 
-def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
+def sizes_of(settings: PlanSettings) -> Sizes:
     """Return the microbatch sizes that the settings imply. They are measured, not interpolated."""
+    exact: tuple[int, ...] = ()
     if settings.microbatch_size is not None:
-        return (settings.microbatch_size,)
-    if settings.batch_size is not None and settings.num_microbatches:
+        exact = (settings.microbatch_size,)
+    elif settings.batch_size is not None and settings.num_microbatches:
         whole, left = divmod(settings.batch_size, settings.num_microbatches)
-        return (whole, whole + 1) if whole and left else (max(whole, 1),)
-    return ()
+        exact = (whole, whole + 1) if whole and left else (max(whole, 1),)
+    return Sizes(exact, settings.batch_size)
 
 
 def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:

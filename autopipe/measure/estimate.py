@@ -22,6 +22,7 @@ from autopipe.measure.subject import Captured, Progress, Subject, no_progress
 from autopipe.measure.walk import explained
 
 _HOST = torch.device("cpu")
+QUICK_FLOPS = 1e13  # of a forward and a backward; a device for training takes some tens of milliseconds
 
 
 def estimate(
@@ -29,9 +30,12 @@ def estimate(
     workload: BatchSource,
     *,
     microbatch_sizes: Sequence[int],
+    larger_sizes: Sequence[int] = (),
     progress: Progress = no_progress,
 ) -> Profile:
     """Count a captured model, whose parameters may be on the meta device. All seconds are 0.
+
+    ``larger_sizes``: the largest of them is counted too that has at most QUICK_FLOPS operations.
 
     Raises: ProfileError for a node that needs the data of a tensor.
     """
@@ -39,13 +43,22 @@ def estimate(
     measurements: list[Measurement] = []
     graph = capture.graph
     with quiet(_HOST, 1):
-        for index, size in enumerate(sizes):
-            progress(f"microbatch of {size}: counting", index / len(sizes))
+
+        def count(size: int, part: float) -> None:
+            progress(f"microbatch of {size}: counting", part)
             leaves = workload.leaves(workload.example_item(size))
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             batch = {name: mode.from_tensor(leaf) for name, leaf in leaves.items()}
             with mode:
                 measurements.append(_counted(Subject(capture, Clock(_HOST), size, batch)))
+
+        steps = len(sizes) + 1
+        for index, size in enumerate(sizes):
+            count(size, index / steps)
+        flops = sum(work.forward.flops + work.backward.flops for work in measurements[-1].work.values()) / sizes[-1]
+        quick = [size for size in larger_sizes if size > sizes[-1] and size * flops <= QUICK_FLOPS]
+        for size in quick[-1:]:
+            count(size, len(sizes) / steps)
         progress("optimizer state", 1.0)
         # the smallest parameters first, because they are allocated here
         parameters = sorted(graph.parameters.items(), key=lambda entry: (entry[1].num_bytes({}), entry[0]))

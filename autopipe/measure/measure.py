@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,10 +80,15 @@ def measure(
     *,
     device: str | torch.device = "auto",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    larger_sizes: Sequence[int] = (),
+    quick_seconds: float = math.inf,
     threads: int = 1,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure a captured model.
+
+    ``larger_sizes``: measured too, except those that take longer than ``quick_seconds`` for a forward and a backward,
+    or more than half of the memory, by the figures of the largest other size.
 
     The model's parameters, buffers and gradients and the state of the random number generators do not change. A size
     at which the model cannot run (a BatchNorm of one sample) or does not fit is left out with a warning.
@@ -93,11 +99,15 @@ def measure(
     graph = capture.graph
     with quiet(target, threads):
         load = GpuLoad(target) if target.type == "cuda" else None
-        runs = [
-            SizeMeasurement(capture, Clock(target, threads, load), size, _batch(workload, capture, size, target))
-            for size in sizes
-        ]
-        measured = _in_windows(runs, progress)
+
+        def sized(size: int) -> SizeMeasurement:
+            clock = Clock(target, threads, load)
+            return SizeMeasurement(capture, clock, size, _batch(workload, capture, size, target))
+
+        def further(largest: SizeMeasurement) -> list[SizeMeasurement]:
+            return [sized(size) for size in larger_sizes if largest.allows(size, quick_seconds)]
+
+        measured = _in_windows([sized(size) for size in sizes], progress, further)
         measurements = [run.measurement() for run in measured]
         steal_time = {run.subject.size: run.subject.clock.steal_time for run in measured}
         progress("optimizer step", MOST_WINDOWS / (MOST_WINDOWS + 1))
@@ -123,8 +133,14 @@ def _batch(workload: BatchSource, capture: Captured, size: int, device: torch.de
     return batch
 
 
-def _in_windows(sizes: list[SizeMeasurement], progress: Progress) -> list[SizeMeasurement]:
+def _in_windows(
+    sizes: list[SizeMeasurement],
+    progress: Progress,
+    further: Callable[[SizeMeasurement], list[SizeMeasurement]],
+) -> list[SizeMeasurement]:
     """Measure all sizes in turns, and return those that could be measured.
+
+    ``further``: gives the larger sizes that join after the first window; called with the largest size so far.
 
     Raises: ProfileError of the first size if none could.
     """
@@ -144,10 +160,15 @@ def _in_windows(sizes: list[SizeMeasurement], progress: Progress) -> list[SizeMe
                     continue
                 running.remove(run)
                 failures.append(error)
-                _log.warning("a microbatch of %d is left out of the profile: %s", size, error.what)
+                _log.log(
+                    logging.WARNING if run in sizes else logging.INFO,
+                    "a microbatch of %d is left out of the profile: %s", size, error.what,
+                )  # fmt: skip
         if not running:
             raise failures[0]
-        if time.monotonic() - begin > ENOUGH_SECONDS:
+        joining = [] if window else further(running[-1])
+        running += joining
+        if not joining and time.monotonic() - begin > ENOUGH_SECONDS:
             break
     return running
 

@@ -58,6 +58,15 @@ class SizeMeasurement:
             self._measured = facts, SegmentCosts(self.subject, facts, bounds)
         return self._measured
 
+    def allows(self, size: int, seconds: float) -> bool:
+        """Return whether a larger size, by the figures of this one, takes at most these seconds for a forward and a
+        backward, and fits half of the memory.
+        """
+        scale, costs = size / self.subject.size, self.segments.nodes.values()
+        own = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+        fits = self.whole.windows is not None and self.whole.fits(self.segments.nodes, 2 * scale)
+        return fits and scale > 1 and scale * own <= seconds
+
     @property
     def segments(self) -> SegmentCosts:
         """The costs of the segments; walks the nodes first if no window was taken."""

@@ -36,7 +36,7 @@ class WholeModel:
         if self.windows is None:
             return
         subject, segment = self._subject, self._subject.whole()
-        if self._needed_bytes(costs) > available_bytes(subject.clock.device):
+        if not self.fits(costs):
             self._give_up()
             return
         seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
@@ -50,10 +50,14 @@ class WholeModel:
             return
         self.windows = self.windows.with_another(times)
 
-    def _needed_bytes(self, costs: Mapping[str, NodeCost]) -> int:
-        """Return a lower bound of the peak memory: copies of the parameters, their gradients, and saved values."""
+    def fits(self, costs: Mapping[str, NodeCost], scale: float = 1.0) -> bool:
+        """Return whether a lower bound of the peak memory is free: copies of parameters, gradients, and saved values.
+
+        ``scale``: multiplies the bytes of the saved values.
+        """
         parameters = sum(2 * spec.num_bytes({}) for spec in self._subject.graph.parameters.values())
-        return parameters + sum(cost.saved_bytes for cost in costs.values())
+        saved = sum(cost.saved_bytes for cost in costs.values())
+        return parameters + scale * saved <= available_bytes(self._subject.clock.device)
 
     def _give_up(self) -> None:
         self.windows = None

@@ -119,13 +119,23 @@ def train(work: Path, target: Path, words: Sequence[str], steps: int) -> Run:
     with tempfile.TemporaryDirectory(dir=work.parent) as place:
         folder = Path(place)
         run = folder / "run"
-        command = [AUTOPIPE, "train", str(target), "--device", "cpu", "--work-dir", str(work), "--run-dir", str(run)]
-        execute([*command, *words, "--steps", str(steps), "--no-check"], folder, **{FOLDER: str(folder)})
+        execute(train_command(work, target, words, steps, run), folder, **{FOLDER: str(folder)})
         lines = steps_of(run / "metrics.jsonl")
         ranks = readings(folder)
     if before and _text(work / "plan.json") != before:
         raise SystemExit(f"autopipe train planned again in {work}: the options of plan and train differ: {words}")
     return Run([line["seconds"] for line in lines], [line["loss"] for line in lines], ranks)
+
+
+def train_command(work: Path, target: Path, words: Sequence[str], steps: int, run: Path) -> list[str]:
+    """Return the command that trains from a prepared work directory into the folder ``run``."""
+    places = ["--work-dir", str(work), "--run-dir", str(run)]
+    return [AUTOPIPE, "train", str(target), "--device", "cpu", *places, *words, "--steps", str(steps), "--no-check"]
+
+
+def peer_command(specs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the command that trains by ``benchmarks.speed.worker``; see there for ``specs``."""
+    return [sys.executable, "-m", "benchmarks.speed.worker", json.dumps(specs)]
 
 
 def train_peers(specs: Sequence[dict[str, Any]], folder: Path) -> list[Run]:
@@ -135,7 +145,7 @@ def train_peers(specs: Sequence[dict[str, Any]], folder: Path) -> list[Run]:
         for place in places:
             place.mkdir()
         given = [{**spec, "folder": str(place)} for spec, place in zip(specs, places, strict=True)]
-        execute([sys.executable, "-m", "benchmarks.speed.worker", json.dumps(given)], Path(text))
+        execute(peer_command(given), Path(text))
         answers = [json.loads((place / "answer.json").read_text(encoding="utf-8")) for place in places]
         return [Run(a["ends"], a["losses"], readings(place)) for a, place in zip(answers, places, strict=True)]
 
@@ -155,10 +165,19 @@ def same_losses(ours: Run, theirs: Run, tolerance: float, what: str) -> float:
 
     Raises: SystemExit if it exceeds the tolerance: the two then do not do the same work.
     """
-    pairs = zip(ours.losses, theirs.losses, strict=True)
-    differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+    if len(ours.losses) != len(theirs.losses):
+        raise SystemExit(f"{what}: {len(ours.losses)} and {len(theirs.losses)} losses")
+    return equal_losses(ours.losses, theirs.losses, tolerance, what)
+
+
+def equal_losses(ours: Sequence[float], theirs: Sequence[float], tolerance: float, what: str) -> float:
+    """Return the largest relative difference of the losses of the steps that both have made.
+
+    Raises: SystemExit if it exceeds the tolerance.
+    """
+    differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=False)]
     if not all(difference <= tolerance for difference in differences):  # also if one is not a number
-        raise SystemExit(f"{what}: the losses differ: {ours.losses} and {theirs.losses}")
+        raise SystemExit(f"{what}: the losses differ: {ours} and {theirs}")
     return max(differences)
 
 

@@ -1,9 +1,10 @@
 """The peers: ``torch.distributed.pipelining`` on the stages that autopipe generated, and the plain loop.
 
 ``python -m benchmarks.speed.worker SPECS``, where SPECS is a JSON list of trainings of one model, run in turn:
-``system`` (plain, gpipe, 1f1b or interleaved), ``work`` (a work directory with a plan and its stage files), ``steps``,
-and ``folder`` for the answer. Ranks are processes forked from one that has imported torch and the model, as autopipe's
-are, with one thread each, over gloo on the loopback interface.
+``system`` (plain, gpipe, 1f1b or interleaved), ``work`` (a work directory with a plan and its stage files), ``steps``
+(null: until it is killed), and ``folder`` for the answer and for ``metrics.jsonl``, a line for each step. Ranks are
+processes forked from one that has imported torch and the model, as autopipe's are, with one thread each, over gloo on
+the loopback interface.
 
 Each rank runs the same generated stages, initial weights, minibatches, microbatches and optimizer as autopipe's ranks.
 A value for a later stage than the next travels through the stages between, because a peer's stage sends to the next
@@ -68,8 +69,8 @@ class Relay(nn.Module):
         return tuple(known[n].view_as(known[n]) if n in self.taken else known[n].contiguous() for n in self.passed)
 
 
-def minibatches(workload: Workload, batch_size: int, steps: int) -> Iterator[Any]:
-    """Yield the minibatches of autopipe's training, epoch after epoch."""
+def minibatches(workload: Workload, batch_size: int, steps: int | None) -> Iterator[Any]:
+    """Yield the minibatches of autopipe's training, epoch after epoch; None: without an end."""
     epochs = (workload.items(batch_size, epoch=epoch) for epoch in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(epochs), steps)
 
@@ -94,6 +95,7 @@ def rank_main(rank: int, spec: dict[str, Any]) -> None:
     ties = _ties(plan, parameters)
     losses: list[float] = []
     ends: list[float] = []
+    metrics = _metrics(folder)
     for item in minibatches(workload, plan.batch_size, spec["steps"]):
         leaves = workload.leaves(item)
         named = {LEAF + name: leaves[name] for stage in stages if stage.INDEX for name in stage.INPUTS}
@@ -107,9 +109,10 @@ def rank_main(rank: int, spec: dict[str, Any]) -> None:
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+        ends.append(time.perf_counter())
         if is_last:
             losses.append(float(torch.stack(parts_losses).mean()))
-        ends.append(time.perf_counter())
+            metrics(ends[-1], losses[-1])
     dist.barrier()
     dist.destroy_process_group()
     _answer(rank, spec, ends, losses)
@@ -162,15 +165,26 @@ def plain_main(rank: int, spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     plan = plan_of(Path(spec["work"]))
     workload = Workload.from_spec(plan.workload)
-    items = list(minibatches(workload, plan.batch_size, spec["steps"]))
     ends: list[float] = []
+    metrics = _metrics(Path(spec["folder"]))
+
+    def on_step(step: int, loss: float) -> None:
+        ends.append(time.perf_counter())
+        metrics(ends[-1], loss)
+
     run = plain_training(
         workload,
-        items,
+        minibatches(workload, plan.batch_size, spec["steps"]),
         PlainSettings(plan.num_microbatches, seed=plan.workload.seed, draws=False),
-        on_step=lambda step, loss: ends.append(time.perf_counter()),
+        on_step=on_step,
     )
     _answer(rank, spec, ends, run.losses)
+
+
+def _metrics(folder: Path) -> Callable[[float, float], None]:
+    """Return a function that writes the end and the loss of a step."""
+    file = (folder / "metrics.jsonl").open("a", encoding="ascii", buffering=1)
+    return lambda seconds, loss: print(json.dumps({"seconds": seconds, "loss": loss}), file=file)
 
 
 def _answer(rank: int, spec: dict[str, Any], ends: list[float], losses: list[float]) -> None:

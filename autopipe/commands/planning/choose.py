@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopipe.commands.planning.request import request_of
+from autopipe.commands.planning.sizes import unmeasured
 from autopipe.commands.settings import PlanSettings, Progress
 from autopipe.commands.store import PlanRecord, Work, profile_digest
 from autopipe.errors import DoesNotFitError, PlanError, RunError, counted
@@ -114,6 +115,8 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
         work.notes.append(
             f"interrupted: the best plan of {search_progress.tried} of about {search_progress.total} searches"
         )
+    if request.num_microbatches is None is request.microbatch_size:
+        work.notes.extend(filter(None, [unmeasured(profile, batch_size)]))
     record = PlanRecord(plan.digest, profile_digest(profile), request, cluster)
     artifact.save(plan, work.store.plan)
     artifact.save(record, work.store.record)

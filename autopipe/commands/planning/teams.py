@@ -16,6 +16,7 @@ from autopipe.commands.planning.choose import (
     with_averages,
 )
 from autopipe.commands.planning.request import request_of
+from autopipe.commands.planning.sizes import Sizes
 from autopipe.commands.settings import AUTO_TEAM, PlanSettings
 from autopipe.commands.store import PlanRecord, Work
 from autopipe.errors import AutopipeError, PlanError
@@ -30,7 +31,7 @@ MOST_MEMBERS = 8
 """The largest team that ``auto`` tries."""
 
 
-def with_team(settings: PlanSettings, work: Work, sizes: tuple[int, ...], minibatch: Minibatch | None) -> PlanSettings:
+def with_team(settings: PlanSettings, work: Work, sizes: Sizes, minibatch: Minibatch | None) -> PlanSettings:
     """Return the settings with a number of members in place of ``AUTO_TEAM``.
 
     The profile of the chosen size becomes that of the work directory. The others are stored next to it, so that they
@@ -97,7 +98,7 @@ def _profile_of(
     size: int,
     settings: PlanSettings,
     work: Work,
-    sizes: tuple[int, ...],
+    sizes: Sizes,
     minibatch: Minibatch | None,
     request: PlanRequest,
 ) -> tuple[Profile, int]:

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 _LOCK = threading.RLock()
+LIMIT_SECONDS = 120.0  # after it, two threads wait for each other: an import takes seconds
 _LOADING: dict[str, int] = {}  # the name of a module whose code is running -> the thread
 # what an import of the module, or of a submodule, reads of it
 _OF_THE_OBJECT = frozenset(
@@ -129,8 +130,18 @@ def _is_loading_here(module: ModuleType) -> bool:
 
 
 def _load(module: ModuleType) -> None:
-    """Run the code of the module, once. Other threads wait; what it imports sees the module as it is so far."""
-    with _LOCK:
+    """Run the code of the module, once. Other threads wait; what it imports sees the module as it is so far.
+
+    Raises: ImportError if another thread runs it, and probably imports what this thread is just importing.
+    """
+    if not _LOCK.acquire(timeout=LIMIT_SECONDS):
+        name = module.__name__
+        raise ImportError(
+            f"two threads import parts of {name} at the same time, and wait for each other; add `import "
+            "torch._dynamo.eval_frame` to your file, before it starts threads",
+            name=name,
+        )
+    try:
         if is_loaded(module) or _is_loading_here(module):
             return
         spec = module.__spec__
@@ -146,6 +157,8 @@ def _load(module: ModuleType) -> None:
             raise
         finally:
             del _LOADING[module.__name__]
+    finally:
+        _LOCK.release()
 
 
 def _graph_break(module: ModuleType, *given: Any, **options: Any) -> None:

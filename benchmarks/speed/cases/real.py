@@ -6,13 +6,17 @@ from pathlib import Path
 
 from benchmarks.speed.awake import cores_awake
 from benchmarks.speed.case import Options, pipeline_words
-from benchmarks.speed.running import SAMPLES, Run, plan_of, prepare, same_losses, train, train_peers
-from benchmarks.speed.spread import Spread, ratios, step_times, verdict
+from benchmarks.speed.running import MODELS, SAMPLES, equal_losses, peer_command, plan_of, prepare, train_command
+from benchmarks.speed.spread import Spread, ratios, verdict
+from benchmarks.speed.turns import Training, take_turns
 
 TOLERANCE = 1e-3  # of a loss after some steps: torch adds the gradients of a minibatch in another order
 MICROBATCHES = 8
-# minibatch, steps; resnet: no ragged minibatch, which torch does not split
-SIZES = {"gpt": (64, 12), "resnet": (128, 10), "hf_llama": (32, 20)}
+TURNS = 8  # of each training, in a round
+COMPARED_STEPS = 20  # whose losses are compared; later ones differ by the order of sums
+TARGETS = {"gpt": SAMPLES / "gpt.py", "resnet": MODELS / "resnet.py", "hf_llama": SAMPLES / "hf_llama.py"}
+# minibatch, seconds of a turn
+SIZES = {"gpt": (64, 6.0), "resnet": (128, 2.0), "hf_llama": (32, 4.0)}
 OURS = ("1f1b", "auto", "interleaved")
 # system -> the plan whose stages it runs
 THEIRS = {"plain": "1f1b", "gpipe": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved"}
@@ -39,39 +43,39 @@ class Real:
         self.differences: dict[str, float] = {}
 
     def round(self, number: int) -> None:
-        """Train every model under every system once, on cores that do not halt."""
+        """Train every model under every system, on cores that do not halt."""
         with cores_awake():
             self._round(number)
 
     def _round(self, number: int) -> None:
-        """Which side is first alternates from round to round."""
+        """The order of the trainings alternates from turn to turn, and from round to round."""
         for model in ("gpt",) if self.options.quick else SIZES:
-            batch_size, steps = SIZES[model]
+            batch_size, seconds = SIZES[model]
             words = [*pipeline_words(2, MICROBATCHES, batch_size)]
             sizes = ["--microbatch-sizes", str(batch_size // MICROBATCHES)]
-            target = SAMPLES / f"{model}.py"
+            target = TARGETS[model]
             if model not in self.works:
                 plans = {name: [*words, "--schedule", name] for name in dict.fromkeys(THEIRS.values())}
                 self.works[model] = prepare(self.options.folder / model, target, sizes, plans, ["auto"])
-            works, count = self.works[model], self.options.steps(steps, 5)
-            specs = [{"system": name, "work": str(works[cut]), "steps": count} for name, cut in THEIRS.items()]
-            ours: dict[str, Run] = {}
-            theirs: dict[str, Run] = {}
-            for side in ("autopipe", "other") if number % 2 == 0 else ("other", "autopipe"):
-                if side == "other":
-                    theirs = dict(zip(THEIRS, train_peers(specs, self.options.folder), strict=True))
-                else:
-                    for name in OURS:
-                        ours[name] = train(works[name], target, [*words, *sizes, "--schedule", name], count)
-            for name, run in ours.items():
-                self._add(model, "autopipe", name, run)
-            for name, run in theirs.items():
-                difference = same_losses(run, ours["1f1b"], TOLERANCE, f"{NAMES[name]} and autopipe on {model}")
+            works, folder = self.works[model], self.options.folder / model / f"round-{number}"
+            trainings: dict[tuple[str, str], Training] = {}
+            for name in OURS:
+                run = folder / f"autopipe-{name}" / "run"
+                given = [*words, *sizes, "--schedule", name, "--watchdog", "1000000"]  # it is suspended for minutes
+                command = train_command(works[name], target, given, 10**6, run)
+                trainings["autopipe", name] = Training(f"autopipe {name}", command, run.parent, run / "metrics.jsonl")
+            for name, cut in THEIRS.items():
+                place = folder / f"other-{name}"
+                command = peer_command([{"system": name, "work": str(works[cut]), "steps": None, "folder": str(place)}])
+                trainings["other", name] = Training(NAMES[name], command, place, place / "metrics.jsonl")
+            order = list(trainings.values())
+            take_turns(order if number % 2 == 0 else order[::-1], self.options.steps(TURNS, 1), seconds)
+            ours = trainings["autopipe", "1f1b"].losses[:COMPARED_STEPS]
+            for (side, name), training in trainings.items():
+                what = f"{training.name} and autopipe 1f1b on {model}"
+                difference = equal_losses(training.losses, ours, TOLERANCE, what)
                 self.differences[model] = max(difference, self.differences.get(model, 0.0))
-                self._add(model, "other", name, run)
-
-    def _add(self, model: str, side: str, name: str, run: Run) -> None:
-        self.times.setdefault((model, side, name), []).extend(step_times(run.ends))
+                self.times.setdefault((model, side, name), []).extend(training.turns)
 
     def _auto(self, model: str) -> str:
         """Return the schedule that the planner chose, and whether its cut is the one that the peers run."""
@@ -88,6 +92,8 @@ class Real:
             "torch runs the stage modules that autopipe generated for its plan of the same name, and adds the",
             "gradients of the tied embedding of gpt itself. A ratio above 1 means that autopipe is faster. A process",
             "of idle priority spins on each core, for all systems, so that no core of a virtual machine halts.",
+            f"The trainings of a model take {TURNS} turns of 2 to 6 s in a round, while the others are suspended. A",
+            "ratio is that of two turns which are seconds apart.",
             "",
             "| model | autopipe | s a step | compared with | s a step | ratio (quartiles) | bar |",
             "|---|---|---|---|---|---|---|",

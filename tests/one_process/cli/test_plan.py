@@ -356,3 +356,32 @@ def test_a_slow_all_reduce_makes_data_parallelism_slow(run):
     # 8 MiB of weights: over a quarter of a second at 30 MB/s, negligible at 3 GB/s
     assert rates[1][0] - rates[0][0] == pytest.approx(8 * MIB / 3e7 - 8 * MIB / 3e9, rel=0.01)
     assert rates[1][1] == rates[0][1]
+
+
+@pytest.mark.parametrize(
+    ("faster", "words", "noted"),
+    [
+        (100, ("--batch-size", "64"), True),
+        (100, ("--batch-size", "32"), False),
+        (100, ("--batch-size", "64", "--microbatch-size", "4"), False),
+        (1, ("--batch-size", "64"), False),  # a microbatch of 16 takes four seconds
+    ],
+)
+def test_a_large_minibatch_without_measured_large_microbatches_is_noted(run, faster, words, noted):
+    profile = stored_profile()
+    measured = [
+        dataclasses.replace(
+            each,
+            costs={
+                name: dataclasses.replace(
+                    cost, forward_seconds=cost.forward_seconds / faster, backward_seconds=cost.backward_seconds / faster
+                )
+                for name, cost in each.costs.items()
+            },
+        )
+        for each in profile.measurements
+    ]
+    artifact.save(dataclasses.replace(profile, measurements=tuple(measured)), Path(".autopipe/profile.json"))
+    notes = document(run("--gpus", "2", *words, "--json"))["notes"]
+    expected = "no microbatch of more than 4 samples was measured; larger ones may be faster for a minibatch of 64"
+    assert any(note.startswith(expected) for note in notes) == noted, notes

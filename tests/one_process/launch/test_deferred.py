@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -97,3 +98,49 @@ def test_a_load_that_is_interrupted_runs_again_at_the_next_use(tmp_path, monkeyp
     assert module.value == 3
     assert deferred.is_loaded(module)
     del sys.modules["slowly_loaded"]
+
+
+def test_threads_that_wait_for_each_other_get_an_error_and_no_deadlock(tmp_path, monkeypatch):
+    package = tmp_path / "loaded_twice"
+    package.mkdir()
+    started, locked = threading.Event(), threading.Event()
+    monkeypatch.setattr(deferred, "STARTED", started, raising=False)
+    monkeypatch.setattr(deferred, "LOCKED", locked, raising=False)
+    monkeypatch.setattr(deferred, "LIMIT_SECONDS", 0.5)
+    (package / "__init__.py").write_text(
+        "from autopipe.launch.rank.deferred import LOCKED, STARTED\n"
+        "STARTED.set()\nLOCKED.wait(20)\nfrom loaded_twice import part\nvalue = part.value\n"
+    )
+    (package / "part.py").write_text("value = 3\n")
+    finder = deferred._Finder()
+    find = finder.find_spec
+
+    def find_spec(name, path=None, target=None):
+        if name == "loaded_twice.part" and threading.current_thread() is not threading.main_thread():
+            locked.set()  # the import system holds the lock of the submodule now
+        return find(name, path, target)
+
+    monkeypatch.setattr(finder, "find_spec", find_spec)
+    monkeypatch.setattr(deferred, "_INSTEAD", {"loaded_twice": {}})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("loaded_twice")
+    errors = []
+
+    def import_a_part():
+        started.wait(20)
+        try:
+            importlib.import_module("loaded_twice.part")
+        except ImportError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=import_a_part)
+    thread.start()
+    assert module.value == 3
+    thread.join(20)
+    assert errors == [
+        "two threads import parts of loaded_twice at the same time, and wait for each other; add "
+        "`import torch._dynamo.eval_frame` to your file, before it starts threads"
+    ]
+    for name in ("loaded_twice", "loaded_twice.part"):
+        del sys.modules[name]

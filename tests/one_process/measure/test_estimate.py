@@ -1,5 +1,6 @@
 """Estimated profiles, compared with measured ones and with arithmetic by hand."""
 
+import importlib
 import json
 import textwrap
 
@@ -15,6 +16,8 @@ from autopipe.planning.cost.datasheets import datasheet
 from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, on_datasheet
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, Workload
+
+estimate_module = importlib.import_module("autopipe.measure.estimate")  # the package has a function of this name
 
 
 def bytes_of(cost):
@@ -134,3 +137,11 @@ def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     trained = run("profile", "net.py", "--microbatch-sizes", "1")
     assert "forward" in trained.stdout
+
+
+@pytest.mark.parametrize(("flops", "counted"), [(1e13, [2, 4, 16]), (0.0, [2, 4])])
+def test_of_larger_sizes_the_largest_with_few_operations_is_counted(flops, counted, monkeypatch):
+    _, traced, workload = stack_of()
+    monkeypatch.setattr(estimate_module, "QUICK_FLOPS", flops)
+    profile = estimate(traced, workload, microbatch_sizes=(2, 4), larger_sizes=(3, 8, 16))
+    assert [measurement.microbatch_size for measurement in profile.measurements] == counted

@@ -10,7 +10,7 @@ from support.pipelines import captured_file
 from torch import fx, nn
 
 from autopipe.errors import ProfileError
-from autopipe.measure import measure
+from autopipe.measure import measure, whole
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
 from autopipe.measure.piece import Piece, StateCopies, arguments_on
@@ -235,6 +235,20 @@ def test_a_size_at_which_the_model_cannot_run_is_skipped_with_a_warning(caplog):
         profile = measure(capture, workload, device="cpu", microbatch_sizes=(1, 2))
     assert [m.microbatch_size for m in profile.measurements] == [2]
     assert "a microbatch of 1 is left out" in caplog.text and "more than 1 value per channel" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "free_bytes", "measured"), [(60.0, 1 << 40, [2, 4, 8, 16]), (0.0, 1 << 40, [2, 4]), (60.0, 1, [2, 4])]
+)
+def test_larger_sizes_are_measured_if_they_are_quick_and_fit(seconds, free_bytes, measured, monkeypatch):
+    _, capture, workload = stack_of()
+    monkeypatch.setattr(whole, "available_bytes", lambda device: free_bytes)
+    sizes = {"microbatch_sizes": (2, 4), "larger_sizes": (3, 8, 16), "quick_seconds": seconds}
+    progress = []
+    profile = measure(capture, workload, device="cpu", **sizes, progress=lambda text, part: progress.append(part))
+    assert [measurement.microbatch_size for measurement in profile.measurements] == measured
+    assert progress == sorted(progress)
+    assert all(sum(cost.forward_seconds for cost in m.costs.values()) > 0 for m in profile.measurements)
 
 
 def test_a_batch_without_an_input_of_the_graph_is_an_error():
