@@ -144,6 +144,7 @@ docs-site: $(READY) ## the pages as a site that works offline, in build/site
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/site-doctrees . build/site
 	@echo build/site/index.html
 
-check: lint types docs-check ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
+check: $(READY) ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
+	@$(MAKE) --no-print-directory -j 2 lint types docs-check
 	@$(MAKE) --no-print-directory zoo-dozen
 	@$(MAKE) --no-print-directory test

@@ -17,8 +17,6 @@ EXECUTED = [page for page in PAGES if any(block.runs and block.language == "sh" 
 EXECUTED += [page for page in PAGES if page.name == "library.md"]
 LIMIT = 280  # seconds for a command
 STOPPED = 75  # the exit code of a run that was interrupted and has saved
-# a page that is executed with every change; `make test-all` executes all
-CHEAP = ROOT / "docs" / "guides" / "encoder.md"
 MISSING = {"lightning": "needs the package lightning, which the tests do not install"}
 
 
@@ -107,17 +105,11 @@ def skip_without_packages(page: Path) -> None:
             pytest.importorskip(package, reason=reason)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
     skip_without_packages(page)
     run_page(page, tmp_path)
-
-
-def test_the_blocks_of_a_short_page_run_in_their_order(tmp_path):
-    assert CHEAP in EXECUTED
-    run_page(CHEAP, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from benchmarks.speed.cases.host_cost import SYSTEMS, HostCost
 from benchmarks.speed.running import SAMPLES, prepare, same_losses, train, train_peers
 
 
+@pytest.mark.slow
 def test_the_host_cost_of_two_ranks(tmp_path: Path) -> None:
     case = HostCost(Options(tmp_path, quick=True), ranks=2, microbatches=4)
     case.round(0)  # ends with SystemExit if the losses differ, or a rank did not measure itself

@@ -149,6 +149,7 @@ def test_positions_without_a_team_are_refused(folder: Path) -> None:
     assert "give --tensor-parallel N, too" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_vocabulary_that_no_team_divides_moves_between_layouts(folder: Path) -> None:
     """Weights are exported, and another run starts from them, under their own names and shapes."""

@@ -116,7 +116,7 @@ def test_a_failed_job_is_a_row_and_stops_no_other(commands: Commands) -> None:
     assert set(happened(again, "started")) == {"bad", "no model"}
 
 
-@pytest.mark.parametrize("victim", ["rank", "job"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("job", marks=pytest.mark.slow)])
 def test_a_killed_process_costs_no_job(commands: Commands, victim: str) -> None:
     write_sweep(commands.folder, FOUR, steps=60)
     process = started(commands, "--json")

@@ -89,6 +89,7 @@ def test_wrong_devices_are_an_error_before_anything_runs(tmp_path: Path) -> None
         autopipe.sweep(tmp_path / "sweep.toml", devices=0)
 
 
+@pytest.mark.slow
 def test_jobs_share_a_device_once_the_simulation_has_chosen_it(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
