@@ -78,6 +78,7 @@ class RankServer:
 
     def __init__(self, pid: int, end: socket.socket) -> None:
         self.pid, self._end, self._owner = pid, end, os.getpid()
+        self._inode = os.fstat(end.fileno()).st_ino
         self._environment = dict(os.environ)
 
     @classmethod
@@ -123,13 +124,14 @@ class RankServer:
         None if the rank must be a new process: the script has changed a variable of the environment that libraries read
         when they are loaded, or the server has ended.
         """
-        if os.getpid() != self._owner:
+        if not self._is_ours():
             return None
         now, before = dict(os.environ), self._environment
         changed = {name: now.get(name) for name in now.keys() | before.keys() if now.get(name) != before.get(name)}
         if any(map(_AT_LOAD.match, changed)):
             return None
-        request = json.dumps({"words": list(words), "folder": str(Path.cwd()), "environment": changed}).encode()
+        state = {"folder": str(Path.cwd()), "environment": changed, "cores": sorted(os.sched_getaffinity(0))}
+        request = json.dumps({"words": list(words), **state}).encode()
         here, there = socket.socketpair()
         with there:
             try:
@@ -143,9 +145,16 @@ class RankServer:
             return None
         return RankProcess(_NUMBER.unpack(answer)[0], here)
 
+    def _is_ours(self) -> bool:
+        """Return whether this process forked the server, and has its socket: a script may close all files."""
+        try:
+            return os.getpid() == self._owner and os.fstat(self._end.fileno()).st_ino == self._inode
+        except OSError:
+            return False
+
     def close(self) -> None:
         """End the server. Its ranks end with it. Does nothing in a forked process."""
-        if os.getpid() != self._owner:
+        if not self._is_ours():
             return
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)  # also if a process of the script has a copy of it
@@ -216,6 +225,7 @@ def _become_rank(request: dict[str, Any], arguments: tuple[int, int], end: int, 
         os.close(nothing)
         os.close(errors)
         os.chdir(request["folder"])
+        os.sched_setaffinity(0, request["cores"])
         for name, value in request["environment"].items():
             os.environ.pop(name, None)
             if value is not None:

@@ -18,6 +18,7 @@ def main(words):
     end = socket.socket(fileno=int(words[0]))
     print("a rank prints", flush=True)
     facts = {"words": words[1:], "parent": os.getppid(), "folder": os.getcwd(), "session": os.getsid(0) == os.getpid(),
+             "cores": sorted(os.sched_getaffinity(0)),
              "environment": [os.environ.get(name) for name in ("SET", "HOME")],
              "title": open("/proc/self/cmdline").read().rstrip(chr(0)), "input": os.read(0, 1).decode()}
     end.sendall(json.dumps(facts).encode() + b"\\n")
@@ -29,7 +30,9 @@ ranks = server.RankServer.forked()
 os.environ["SET"] = "by the script"
 del os.environ["HOME"]
 os.chdir("/tmp")
-answer = {"server": ranks.pid, "ranks": []}
+cores = sorted(os.sched_getaffinity(0))[:1]
+os.sched_setaffinity(0, cores)
+answer = {"server": ranks.pid, "ranks": [], "cores": cores}
 
 def started(words):
     here, there = socket.socketpair()
@@ -75,6 +78,7 @@ answer["left"] = os.path.exists(f"/proc/{ranks.pid}")
             "parent": answer["server"],
             "folder": "/tmp",
             "session": True,
+            "cores": answer["cores"],
             "environment": ["by the script", None],
             "title": f"autopipe.script.rank {rank}",
             "input": "",
@@ -106,9 +110,10 @@ ranks.close()
         ("os.environ['OMP_NUM_THREADS'] = '3'", False),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = ''", False),
         ("os.environ['WANDB_MODE'] = 'offline'", True),
+        ("os.closerange(3, 256); files = [socket.socket() for _ in range(20)]", False),
     ],
 )
-def test_variables_that_libraries_read_when_they_are_loaded_need_a_new_process(steps: str, forked: bool) -> None:
+def test_what_the_script_has_changed_may_need_a_new_process(steps: str, forked: bool) -> None:
     answer, _ = run(f"{steps}\nanswer['forked'] = started(['0', '2', '0'])[0] is not None\nranks.close()")
     assert answer["forked"] == forked
 
