@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from autopipe.errors import counted
@@ -44,5 +45,5 @@ def unmeasured(profile: Profile, batch_size: int) -> str:
     sizes = ",".join(map(str, (*MICROBATCH_SIZES, *larger_sizes(batch_size))))
     return (
         f"no microbatch of more than {counted(size, 'sample')} was measured; larger ones may be faster for a minibatch "
-        f"of {batch_size}: autopipe profile TARGET --microbatch-sizes {sizes}"
+        f"of {batch_size}: autopipe profile {shlex.quote(profile.workload.target)} --microbatch-sizes {sizes}"
     )

@@ -384,4 +384,5 @@ def test_a_large_minibatch_without_measured_large_microbatches_is_noted(run, fas
     artifact.save(dataclasses.replace(profile, measurements=tuple(measured)), Path(".autopipe/profile.json"))
     notes = document(run("--gpus", "2", *words, "--json"))["notes"]
     expected = "no microbatch of more than 4 samples was measured; larger ones may be faster for a minibatch of 64"
-    assert any(note.startswith(expected) for note in notes) == noted, notes
+    expected += ": autopipe profile gone.py --microbatch-sizes 1,2,4,8,16"
+    assert (expected in notes) == noted, notes
