@@ -232,7 +232,7 @@ def prepare(
         record=record,
         plan=plan,
         stages=work.store.stages,
-        notes=(*work.notes, *assumptions(record)),
+        notes=(*work.notes, model.workload.choice.note, *assumptions(record)),
         warnings=model.capture.notes,
         evaluation_note=note,
         max_shapes=settings.max_shapes,
