@@ -26,6 +26,17 @@ def test_data_without_a_batch_size_argument_decides_its_batch_size(load):
     assert "--batch-size 4: data of net_of_batches.py has no parameter batch_size" in error.what
 
 
+def test_the_length_of_an_epoch_is_that_of_its_batch_size(load):
+    calls = "calls = []\ndef data(batch_size=4): calls.append(batch_size); return [_batch] * (24 // batch_size)\n"
+    workload = load(MODEL + "_batch = (torch.zeros(2, 3), torch.zeros(2, 2))\n" + calls)
+    next(workload.items(12))
+    next(workload.items(2))  # as the example batch of a capture
+    assert [workload.batches.epoch_length(size) for size in (12, 2, 8, 8, None)] == [2, 12, 3, 3, 6]
+    assert workload.functions()["data"].__globals__["calls"][-2:] == [8, 4]  # once each
+    assert load(MODEL + "def data(batch_size): yield 1 / 0").batches.epoch_length(None) == 0
+    assert load(MODEL + "def data(batch_size): return 1 / 0").batches.epoch_length(None) == 0
+
+
 def test_an_argument_with_another_name_is_not_the_batch_size(load):
     workload = load(MODEL + "def data(path='x'): return [(torch.zeros(6, 3), torch.zeros(6, 2))]\n")
     assert len(list(workload.items(None))) == 1
