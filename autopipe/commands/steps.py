@@ -116,7 +116,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             model, profile = _profile_for(settings, request, work, sizes, minibatch)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
-            batch_size, warnings = batch_of(model.workload, request), model.capture.notes
+            batch_size, warnings = batch_of(model.workload, request, work), model.capture.notes
             artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
