@@ -33,6 +33,7 @@ from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
+from autopipe.trace.loss.coupling import statistics_notes
 from autopipe.trace.teams import alone
 from autopipe.workload.cutting.hook import Minibatch
 
@@ -231,6 +232,9 @@ def ensure_profile(
             if accept is not None:
                 accept(model.capture.graph)
             work.notes.append(f"profile of {stored.graph.name} reused")
+            if stored.graph.symbols:  # the capture was not verified again, which gives this warning
+                notes = (*model.capture.notes, *statistics_notes(stored.graph))
+                model = dataclasses.replace(model, capture=dataclasses.replace(model.capture, notes=notes))
             # a seed or a learning rate given to this command only is not stored
             return model, dataclasses.replace(stored, workload=model.workload.spec)
         if not settings.verify and not measured_apart(settings):

@@ -28,7 +28,7 @@ from autopipe.workload.target.files import files_of
 from autopipe.workload.target.targets import Target
 
 MODEL = "model"
-_OPTIONS = {"evaluate_data": "--eval-data"}
+_OPTIONS = {"evaluate_data": "--eval-data", "after_step": "--after-step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,30 @@ def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
             where=reference.location,
             remedy=f"name it again: {remedy}",
         )
+
+
+def changed_since_named(spec: WorkloadSpec) -> tuple[str, ...]:
+    """Return the files and modules of a workload that have changed since the user last named them on this machine.
+
+    Nothing is imported. One that was never named here, or that is not on this machine, is left out.
+    """
+    return tuple(dict.fromkeys(reference.location for reference in references(spec) if _has_changed(reference)))
+
+
+def arguments_of(spec: WorkloadSpec) -> str:
+    """Return the arguments of a command that name a workload: TARGET, and its arguments and hooks as options."""
+    return " ".join(reference.option("").removeprefix("TARGET ") for reference in references(spec))
+
+
+def _has_changed(reference: Reference) -> bool:
+    times: dict[str, int] = {}
+    try:
+        for folder in _folders():
+            for path in _entries(folder / reference.key):
+                times[path.name] = max(path.stat().st_mtime_ns, times.get(path.name, 0))
+        return bool(times) and reference.content() != max(times, key=lambda content: times[content])
+    except (OSError, ImportError, ValueError):  # of the finder of a module, too
+        return False
 
 
 def remember_stages(folder: Path) -> None:

@@ -215,7 +215,7 @@ def _short(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def _facts_of_plan(plan: Plan, costs: RunCosts | None) -> tuple[tuple[str, str], ...]:
+def _facts_of_plan(plan: Plan, costs: RunCosts | None, optimizer: str = "") -> tuple[tuple[str, str], ...]:
     spec = plan.workload
     facts = [("model", _short(spec.target))]
     facts += [(f"argument {name}", _short(str(value))) for name, value in sorted(spec.arguments.items())]
@@ -225,7 +225,7 @@ def _facts_of_plan(plan: Plan, costs: RunCosts | None) -> tuple[tuple[str, str],
         ("schedule", " ".join((plan.schedule, *(f"{key}={value}" for key, value in plan.schedule_options.items())))),
         ("precision", spec.precision),
         ("seed", str(spec.seed)),
-        ("optimizer", spec.optimizer or "that of the model file, else AdamW"),
+        ("optimizer", optimizer or spec.optimizer or "that of the model file, else AdamW"),
         ("learning rate", "that of the optimizer" if spec.lr is None else f"{spec.lr:g}"),
         ("digest of the model", plan.graph_digest),
         ("digest of the plan", plan.digest),
@@ -255,7 +255,7 @@ def _facts_of_run(run: RunDirectory, job: Job, plan: Plan, costs: RunCosts | Non
     return (
         ("run", run.path.resolve().name),
         ("length", length),
-        *_facts_of_plan(plan, costs),
+        *_facts_of_plan(plan, costs, job.chosen_optimizer),
         ("device", f"{job.device}, {counted(job.threads, 'thread')} each" if job.device == "cpu" else job.device),
         *((name.replace("_", " "), value) for name, value in options.items() if value),
         *_trained_with(versions.items()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
 from autopipe.commands.measuring import ensure_profile, measure_anew
 from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
-from autopipe.commands.named import remember_stages, wrote_stages
+from autopipe.commands.named import arguments_of, changed_since_named, remember_stages, wrote_stages
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.planning.sizes import Sizes
@@ -38,7 +38,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import COUNTED, Profile
+from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
@@ -106,6 +106,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         if stored is not None and (batch_size := request.batch_size or stored.batch_size):
             profile = stored
             work.notes.append(f"planned from the stored profile of {profile.graph.name}; its file was not read")
+            warnings = tuple(_changes(profile.workload))
         else:
             previous = None
             with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
@@ -115,7 +116,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             model, profile = _profile_for(settings, request, work, sizes, minibatch)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
-            batch_size, warnings = batch_of(model.workload, request), model.capture.notes
+            batch_size, warnings = batch_of(model.workload, request, work), model.capture.notes
             artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
@@ -143,6 +144,13 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             against,
             reasons,
         )
+
+
+def _changes(spec: WorkloadSpec) -> Iterator[str]:
+    """Yield a warning for each file of a profiled workload that has changed since then, if it is on this machine."""
+    for location in changed_since_named(spec):
+        name = Path(location).name
+        yield f"{name} has changed since it was profiled; `autopipe plan {arguments_of(spec)}` measures it again"
 
 
 def _profile_for(
@@ -232,7 +240,7 @@ def prepare(
         record=record,
         plan=plan,
         stages=work.store.stages,
-        notes=(*work.notes, *assumptions(record)),
+        notes=(*work.notes, model.workload.choice.note, *assumptions(record)),
         warnings=model.capture.notes,
         evaluation_note=note,
         max_shapes=settings.max_shapes,

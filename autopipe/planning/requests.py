@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopipe.errors import unknown_choice
 from autopipe.ir.artifact import OMIT_DEFAULT
 from autopipe.ir.cluster import Cluster
 from autopipe.schedules import REGISTRY
+from autopipe.units import in_bandwidth, in_bytes
 
 _OPTIONS = {
     "gpus": "--gpus",
@@ -31,6 +34,11 @@ _OPTIONS = {
     "averages": "--ema",
     "team": "--tensor-parallel",
     "sequence": "--sequence-parallel",
+}
+_UNITS: dict[str, Callable[[Any], str]] = {
+    "gpu_memory_bytes": in_bytes,
+    "link": in_bandwidth,
+    "team": lambda size: str(size or "auto"),
 }
 _FILES = ("cluster", "grid")  # their contents are not shown
 # options that are reset when the schedule changes
@@ -123,6 +131,19 @@ class PlanRequest:
             changes = dict.fromkeys(("gpus", "num_microbatches", "microbatch_size")) | changes
         return dataclasses.replace(self, **changes)
 
+    def options_beyond(self, other: PlanRequest) -> tuple[str, ...]:
+        """Return the options that are given here and not in ``other``: ``--batch-size 64``.
+
+        Without ``--gpus``, and without ``--ema``, which is an option of each training.
+        """
+        return tuple(
+            _given(name, value)
+            for name in _OPTIONS
+            if name not in ("gpus", "averages")
+            and (value := getattr(self, name)) is not None
+            and getattr(other, name) is None
+        )
+
     def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
         """Return the differences, as options: ``--gpus 2 -> 4``."""
         changes = []
@@ -133,6 +154,14 @@ class PlanRequest:
                     option if name in _FILES else f"{option} {_shown(name, before)} -> {_shown(name, after)}"
                 )
         return tuple(changes)
+
+
+def _given(name: str, value: Any) -> str:
+    """Return an option with its value, as on the command line. The content of a file is not shown."""
+    option = _OPTIONS[name]
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    return option if name in _FILES else f"{option} {_UNITS.get(name, str)(value)}"
 
 
 def has_flag(option: str) -> bool:

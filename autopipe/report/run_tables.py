@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -96,9 +96,7 @@ def _option_lines(shown: RunDetails) -> Iterator[str]:
         hooks = ", ".join(f"{name} {target}" for name, target in options["hooks"].items())
         if hooks:
             yield f"  hooks      {hooks}"
-        rate = options["learning_rate"] if options.get("learning_rate") is not None else options["lr"]
-        optimizer = options["optimizer"] or "that of the model file, or AdamW"
-        yield f"  optimizer  {optimizer}{'' if rate is None else f', lr {rate:g}'}"
+        yield f"  optimizer  {options.get('chosen_optimizer') or _optimizer_of_options(options)}"
         size = f"{options['batch_size']} samples as {counted(options['num_microbatches'], 'microbatch')}"
         yield f"  batch      {size}, {options['precision']}, seed {options['seed']}"
         team = f" of {options['tensor_parallel']} members" if options["tensor_parallel"] > 1 else ""
@@ -111,6 +109,13 @@ def _option_lines(shown: RunDetails) -> Iterator[str]:
     ]
     if extras:
         yield f"  options    {' '.join(extras)}"
+
+
+def _optimizer_of_options(options: Mapping[str, Any]) -> str:
+    """Return the optimizer of a run that does not record its choice."""
+    rate = options["learning_rate"] if options.get("learning_rate") is not None else options["lr"]
+    optimizer = options["optimizer"] or "that of the model file, or AdamW"
+    return f"{optimizer}{'' if rate is None else f', lr {rate:g}'}"
 
 
 # options of a job that are shown if they differ from their defaults

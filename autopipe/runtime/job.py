@@ -99,6 +99,8 @@ class Job:
     ema: float = 0.0
     # run the stages as torch.compile generates them; see ``runtime.compiled``
     compile: bool = False
+    # the optimizer and the scheduler in words, to be shown; "": of an earlier version, which did not record them
+    chosen_optimizer: str = ""
     # what each rank compares its initial weights with, if it builds only those
     initial: InitialValues = field(default_factory=InitialValues)
 

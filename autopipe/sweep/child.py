@@ -22,7 +22,7 @@ from autopipe.commands.apart.errors import described
 from autopipe.commands.checking.checking import check_first
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import Prepared, prepare
+from autopipe.commands.steps import Prepared, batch_size_of, prepare
 from autopipe.commands.training import runs
 from autopipe.commands.training.resuming import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError, RunError
@@ -103,7 +103,7 @@ def prepare_jobs(task: Any, link: Link) -> dict[str, Any]:
     return {
         "step_seconds": prepared.plan.predicted.step_seconds,
         "batch_size": prepared.plan.batch_size,
-        "epoch_steps": prepared.workload.batches.epoch_length,
+        "epoch_steps": prepared.workload.batches.epoch_length(batch_size_of(prepared.workload, prepared.plan)),
         "schedule": prepared.plan.schedule,
         "spilled": spilled,
         "part_bytes": part,

@@ -29,6 +29,7 @@ from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import declared
+from autopipe.workload.hooks.choice import Choice, choice_of
 from autopipe.workload.hooks.hook import Hook, find_hooks, find_observers
 from autopipe.workload.hooks.loss import LossFunction
 from autopipe.workload.hooks.own_loss import OwnLoss
@@ -99,6 +100,11 @@ class Workload:
     def name(self) -> str:
         """The human-readable name of the model: ``gpt.py:build_model``."""
         return self.builder.origin
+
+    @property
+    def choice(self) -> Choice:
+        """The optimizer and the scheduler that train the model, in words."""
+        return choice_of(self._module, self._label, self._spec, self.hooks, self.stepping.optimizer_class)
 
     @property
     def files(self) -> tuple[str, ...]:

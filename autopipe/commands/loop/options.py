@@ -65,7 +65,7 @@ def options_of(given: Mapping[str, Any], first: Any) -> dict[str, Any]:
 def refuse_impossible(settings: TrainSettings, prepared: Prepared) -> None:
     """Refuse a plan that a loop cannot train, and a training without the loop that gives its data. Raises: RunError."""
     plan, text = prepared.plan, prepared.workload.spec.hooks.get("data", "")
-    path = Path(Target.parse(text).location) if text else Path()
+    path = Path(Target.parse(text).location) if text and not text.startswith(":") else Path()
     if not settings.loop:
         if (path.parent.name, path.name) == (FOLDER, _FILE):
             raise RunError(

@@ -81,21 +81,32 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
             reason = "the links were measured again"
         else:
             refuse_disagreement(stored, profile.graph)
-            work.notes.append(f"plan of {counted(stored.num_processes, 'rank')} ({stored.schedule}) reused")
+            earlier = "".join(f"{option}, " for option in record.request.options_beyond(newer))
+            note = f"plan of {counted(stored.num_processes, 'rank')} ({stored.schedule}) reused"
+            work.notes.append(f"{note}: {earlier}from an earlier command" if earlier else note)
+            if (request.batch_size or 0) > profile.batch_size:
+                batch_of(workload, request, work)
             return stored, record
-    chosen = choose_plan(profile, request, work, batch_of(workload, request))
+    chosen = choose_plan(profile, request, work, batch_of(workload, request, work))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
     return chosen.plan, chosen.record
 
 
-def batch_of(workload: Workload, request: PlanRequest) -> int:
+def batch_of(workload: Workload, request: PlanRequest, work: Work) -> int:
     """Return the samples of a minibatch: the requested number, or that of the user's data.
+
+    A note says if the first minibatch of the data has fewer samples than requested.
 
     Raises: the error of the data hook if it does not accept the requested number.
     """
     if request.batch_size is None:
         return workload.num_samples(workload.example_item(None))
-    next(iter(workload.items(request.batch_size)), None)
+    first = next(iter(workload.items(request.batch_size)), None)
+    if first is not None and not workload.cutting.is_whole:
+        samples = workload.num_samples(first)
+        note = f"the data gives a minibatch of {samples} samples, but --batch-size is {request.batch_size}"
+        if samples < request.batch_size and note not in work.notes:
+            work.notes.append(note)
     return request.batch_size
 
 

@@ -79,7 +79,7 @@ def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
         return _Base(stored, request, batch_size, work)
     with only_one(settings.work_dir, "measures a model"):
         model, profile = ensure_profile(settings.profile, work)
-    return _Base(profile, request, batch_of(model.workload, request), work)
+    return _Base(profile, request, batch_of(model.workload, request, work), work)
 
 
 def _point(base: _Base, count: int) -> ScalingPoint:

@@ -108,7 +108,7 @@ def _profile_of(
     options = _of(settings, size).profile
     model, profile = ensure_profile(options, work, sizes, minibatch=minibatch, may_count=request.of_datasheet)
     artifact.save(profile, work.store.profile_of_team(size))
-    return profile, batch_of(model.workload, request)
+    return profile, batch_of(model.workload, request, work)
 
 
 def _restore(size: int, work: Work) -> None:

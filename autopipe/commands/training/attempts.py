@@ -22,7 +22,7 @@ from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
 from autopipe.commands.inspecting import history
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import Prepared, prepare
+from autopipe.commands.steps import Prepared, batch_size_of, prepare
 from autopipe.commands.store import Store
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.out_of_memory import advise
@@ -66,7 +66,11 @@ class Attempts:
     @property
     def steps(self) -> int:
         """The steps wanted; 0 if the length of the data is not known."""
-        return self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
+        if self.settings.steps:
+            return self.settings.steps
+        workload = self.prepared.workload
+        size = batch_size_of(workload, self.prepared.plan)
+        return (self.settings.epochs or 1) * workload.batches.epoch_length(size)
 
     def follow(self, start: int) -> None:
         """Launch attempts until the run is done or stopped. ``start``: the step to resume from, -1 for a new run.
@@ -267,7 +271,8 @@ class Attempts:
 
 def _model_files(plan: Plan) -> tuple[Path, ...]:
     """Return the user's files that a plan names."""
-    targets = [Target.parse(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
+    elsewhere = (text for text in plan.workload.hooks.values() if not text.startswith(":"))  # ":name" is here
+    targets = [Target.parse(text) for text in (plan.workload.target, *elsewhere)]
     return tuple(sorted({Path(target.location) for target in targets if target.is_file}))
 
 

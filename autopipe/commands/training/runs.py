@@ -244,6 +244,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDir
         learning_rate=settings.new_rate,
         ema=settings.plan.ema or 0.0,
         compile=bool(settings.compile),
+        chosen_optimizer=prepared.workload.choice.names,
         initial=prepared.workload.models.initial,
     )
 

@@ -33,14 +33,7 @@ def coupling_notes(
 
     Raises: ModelFileError if dimension 1 counts the samples, and dimension 0 was assumed only by default.
     """
-    notes = []
-    normalised = normalised_layers(graph)
-    if normalised:
-        others = f" and {len(normalised) - 1} more" if len(normalised) > 1 else ""
-        notes.append(
-            f"batch statistics ({called(normalised[0])}{others}) are taken over each microbatch, as in a plain "
-            "accumulation loop, not over the minibatch"
-        )
+    notes = statistics_notes(graph)
     parts = workload.split(item, 2)
     if len(parts) < 2:
         return notes
@@ -133,6 +126,18 @@ def _is_sum(workload: Workload, model: nn.Module, whole: Mapping[str, Tensor], p
     """Return whether the losses of the parts add up to the loss of the batch, so that the loss is not a mean."""
     apart = difference(whole, gradients_of(workload, model, parts, [1.0] * len(parts)))
     return apart is not None and apart <= limit
+
+
+def statistics_notes(graph: Graph) -> list[str]:
+    """Return a note on the layers that compute statistics of the batch, if there are any."""
+    normalised = normalised_layers(graph)
+    if not normalised:
+        return []
+    others = f" and {len(normalised) - 1} more" if len(normalised) > 1 else ""
+    return [
+        f"batch statistics ({called(normalised[0])}{others}) are taken over each microbatch, as in a plain "
+        "accumulation loop, not over the minibatch"
+    ]
 
 
 def normalised_layers(graph: Graph) -> list[str]:

@@ -48,17 +48,29 @@ class Batches:
     minibatch: Minibatch | None = None
     #: By hook, the iterator that it returned last, to detect one that is returned a second time.
     iterators: dict[str, Any] = field(default_factory=dict)
-    #: By hook, the number of batches in its last epoch, if the data has a length.
-    lengths: dict[str, int] = field(default_factory=dict)
+    #: By hook and batch size, the number of batches in its last epoch, if the data has a length.
+    lengths: dict[tuple[str, int | None], int] = field(default_factory=dict)
 
     def train_whole(self) -> None:
         """Treat every batch as one that cannot be cut."""
         self.dimensions = BatchDimensions({"": WHOLE})
 
-    @property
-    def epoch_length(self) -> int:
-        """The number of batches in the last epoch of training data that began; 0 if the data has no length."""
-        return self.lengths.get("data", 0) if "data" in self.hooks else SYNTHETIC_BATCHES
+    def epoch_length(self, batch_size: int | None) -> int:
+        """Return the number of batches of ``batch_size`` in an epoch of training data; 0 if the data has no length.
+
+        Calls the data hook if it has not been called with this size. No batch is read.
+        """
+        hook = self.hooks.get("data")
+        if hook is None:
+            return SYNTHETIC_BATCHES
+        batch_size = _size(hook, batch_size)
+        known = hook.name, batch_size
+        if known not in self.lengths:
+            self.lengths[known] = 0
+            private = PrivateRandom(self._stream(_TRAINING, 0))
+            with contextlib.suppress(Exception), private.active(), users_code(hook.label, hook.path):
+                self.lengths[known] = len(hook.source(batch_size))
+        return self.lengths[known]
 
     def example(self, batch_size: int | None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: the data's own size). The same batch every time.
@@ -150,9 +162,7 @@ class Batches:
                 where=hook.path,
                 remedy=f"write {hook.name}(batch_size), or omit --batch-size",
             )
-        if batch_size is None and hook.needs_batch_size:
-            batch_size = DEFAULT_BATCH_SIZE
-        return self._walk(hook, batch_size, PrivateRandom(self._stream(stream, epoch)), epoch)
+        return self._walk(hook, _size(hook, batch_size), PrivateRandom(self._stream(stream, epoch)), epoch)
 
     def _walk(self, hook: Hook, batch_size: int | None, private: PrivateRandom, epoch: int) -> Iterator[Item]:
         with private.active(), users_code(hook.label, hook.path):
@@ -165,7 +175,7 @@ class Batches:
                 )
             iterator = iter(source)
             with contextlib.suppress(Exception):  # the length is only displayed
-                self.lengths[hook.name] = len(source)
+                self.lengths[hook.name, batch_size] = len(source)
         self._refuse_used_up(hook, iterator, source)
         count = 0
         while True:
@@ -287,3 +297,8 @@ class Batches:
         if isinstance(example, (tuple, list)) and len(example) == 2 and not isinstance(example[0], Tensor):
             return example  # ((a, b), target) or ({...}, target): already an item
         return (example, None)
+
+
+def _size(hook: Hook, batch_size: int | None) -> int | None:
+    """Return the batch size with which a data hook is called; None if it is called without one."""
+    return DEFAULT_BATCH_SIZE if batch_size is None and hook.needs_batch_size else batch_size

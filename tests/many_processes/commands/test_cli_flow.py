@@ -191,9 +191,13 @@ def test_by_default_the_fastest_plan_with_or_without_replicas_is_trained(folder,
 
 
 def test_train_reports_which_files_it_reuses_and_renews(folder):
-    first = document("train", "--steps", "1")["notes"]
+    done = document("train", "--steps", "1")
+    first = done["notes"]
+    assert "optimizer: AdamW, lr 0.001 (net.py has no `optimizer`)" in first
+    assert document("show", done["run_dir"])["options"]["chosen_optimizer"] == "AdamW, lr 0.001"
     assert any("profile of net.py" in note and "reused" in note for note in first)
-    assert any("plan of 2 ranks (1f1b) reused" in note for note in first)
+    options = "--schedule 1f1b, --num-microbatches 4, from an earlier command"
+    assert any(note.startswith(f"plan of 2 ranks (1f1b) reused: {options}") for note in first)
     assert any(note.startswith("wrote 2 stage files") for note in first)
     second = document("train", "--steps", "1")["notes"]
     assert "stage files reused" in second

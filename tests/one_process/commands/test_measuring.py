@@ -33,3 +33,24 @@ def test_a_model_is_captured_for_the_device_that_is_measured(
     with pytest.raises(LoadedError):
         measuring.measure_anew(settings, Work.begin(tmp_path, None))
     assert asked == [wanted]
+
+
+NORMALISED = """
+import torch
+from torch import nn
+
+def model(): return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+def loss(output, target): return (output - target).square().mean()
+def data(batch_size=8): return [(torch.ones(batch_size, 3), torch.ones(batch_size, 2))]
+"""
+
+
+def test_a_warning_about_batch_statistics_is_repeated_with_a_reused_profile(tmp_path: Path) -> None:
+    (tmp_path / "normalised.py").write_text(NORMALISED)
+    model = ModelSettings(str(tmp_path / "normalised.py"))
+    settings = ProfileSettings(model, tmp_path, device="cpu", microbatch_sizes=(2,))
+    for first in (True, False):
+        work = Work.begin(tmp_path, None)
+        captured = measuring.ensure_profile(settings, work)[0].capture
+        assert any(note.endswith("reused") for note in work.notes) != first
+        assert [note for note in captured.notes if note.startswith("batch statistics (module 1) are taken over")]

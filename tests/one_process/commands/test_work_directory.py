@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +10,17 @@ from typing import Any
 
 import pytest
 from support.pipelines import BATCH, build, captured, plan_for
+from support.stored_profiles import stored_profile
 
 from autopipe.commands import steps
 from autopipe.commands.checking.checking import write_run
 from autopipe.commands.locks import only_one
+from autopipe.commands.named import remember
 from autopipe.commands.planning import scaling, simulating
 from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
 from autopipe.errors import RunError
+from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 
 
@@ -66,3 +70,28 @@ def test_a_run_copies_only_stage_files_that_a_command_has_written(tmp_path: Path
     copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
     assert copied == {"evaluation"}  # part of what `wrote_stages` compares
     assert (run.stages / "stage_0.py").read_text() == (work.run.stages / "stage_0.py").read_text()
+
+
+def test_a_plan_warns_of_a_model_file_that_changed_after_its_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = dataclasses.replace(
+        stored_profile().workload, target="model.py:build", arguments={"width": "8"}, hooks={"loss": ":criterion"}
+    )
+    artifact.save(dataclasses.replace(stored_profile(), workload=spec), tmp_path / "profile.json")
+
+    def warnings() -> tuple[str, ...]:
+        settings = ProfileSettings(ModelSettings(), work_dir=tmp_path)
+        return steps.plan(PlanSettings(settings, gpus=2, replicas="never", schedule="1f1b")).warnings
+
+    file = tmp_path / "model.py"
+    file.write_text("raise SystemExit")  # it is not run
+    assert warnings() == ()  # never named on this machine
+    remember(spec)
+    assert warnings() == ()
+    file.write_text("raise SystemExit(1)")
+    remedy = "`autopipe plan model.py:build --arg width=8 --loss :criterion` measures it again"
+    assert warnings() == (f"model.py has changed since it was profiled; {remedy}",)
+    file.unlink()
+    assert warnings() == ()

@@ -8,6 +8,9 @@ import pytest
 import torch
 from support.models.workload import DATA, MODEL, fails
 
+from autopipe.commands.planning.choose import batch_of
+from autopipe.commands.store import Work
+from autopipe.planning.requests import PlanRequest
 from autopipe.workload.batches.items import leaf_names, normalised
 from autopipe.workload.cutting.dimensions import BatchDimensions
 
@@ -24,6 +27,26 @@ def test_data_without_a_batch_size_argument_decides_its_batch_size(load):
     assert [workload.num_samples(item) for item in workload.items(None)] == [6]
     error = fails(lambda: workload.items(4))
     assert "--batch-size 4: data of net_of_batches.py has no parameter batch_size" in error.what
+
+
+def test_the_length_of_an_epoch_is_that_of_its_batch_size(load):
+    calls = "calls = []\ndef data(batch_size=4): calls.append(batch_size); return [_batch] * (24 // batch_size)\n"
+    workload = load(MODEL + "_batch = (torch.zeros(2, 3), torch.zeros(2, 2))\n" + calls)
+    next(workload.items(12))
+    next(workload.items(2))  # as the example batch of a capture
+    assert [workload.batches.epoch_length(size) for size in (12, 2, 8, 8, None)] == [2, 12, 3, 3, 6]
+    assert workload.functions()["data"].__globals__["calls"][-2:] == [8, 4]  # once each
+    assert load(MODEL + "def data(batch_size): yield 1 / 0").batches.epoch_length(None) == 0
+    assert load(MODEL + "def data(batch_size): return 1 / 0").batches.epoch_length(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "note"), [(4, []), (10, []), (16, ["the data gives a minibatch of 10 samples, but --batch-size is 16"])]
+)
+def test_a_batch_size_beyond_the_data_is_noted_once(load, tmp_path, size, note):
+    workload, work = load(MODEL + DATA), Work.begin(tmp_path, None)
+    assert [batch_of(workload, PlanRequest(batch_size=size), work) for _ in range(2)] == [size, size]
+    assert work.notes == note
 
 
 def test_an_argument_with_another_name_is_not_the_batch_size(load):

@@ -1,5 +1,6 @@
 """The optimizer and the scheduler of a model file, or of an option."""
 
+import pytest
 import torch
 from support.models.workload import MODEL, fails
 from torch import nn
@@ -137,3 +138,45 @@ class Metric(torch.optim.lr_scheduler.LRScheduler):
     )
     error = fails(lambda: other.scheduler(other.optimizer(of_model(other))))
     assert "a StepLR of another optimizer than it was given" in error.what
+
+
+SGD = "def {}(named): return torch.optim.SGD([p for _, p in named], lr=0.5)\n"
+STEP = "def {}(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+FILE = "net_of_batches.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "note"),
+    [
+        ("", {}, f"AdamW, lr 0.001 ({FILE} has no `optimizer`)"),
+        ("from torch.optim import Optimizer\n", {"lr": 0.1}, f"AdamW, lr 0.1 ({FILE} has no `optimizer`)"),
+        (SGD.format("optimizer"), {}, f"{FILE}:optimizer"),
+        (SGD.format("optimizer") + STEP.format("scheduler"), {}, f"{FILE}:optimizer; scheduler: {FILE}:scheduler"),
+        (SGD.format("get_optimizer"), {"optimizer": ":get_optimizer", "lr": 0.25}, f"{FILE}:get_optimizer, lr 0.25"),
+        (SGD.format("get_optimizer"), {"optimizer": "sgd"}, "SGD, lr 0.001"),
+        ("", {"optimizer": "torch.optim:RAdam"}, "torch.optim:RAdam"),
+        *(
+            (
+                SGD.format(name),
+                {},
+                f"AdamW, lr 0.001 ({FILE} has no `optimizer`; did you mean {name}? give --optimizer :{name})",
+            )
+            for name in ("get_optimizer", "configure_optimizers", "optimiser")
+        ),
+        *(
+            (
+                SGD.format("optimizer") + STEP.format(name),
+                {},
+                f"{FILE}:optimizer; no scheduler (did you mean {name}? name it `scheduler`)",
+            )
+            for name in ("lr_scheduler", "get_scheduler")
+        ),
+        (  # a function that a hook calls
+            "def schedule(step): return 0.1\ndef after_step(named, step): schedule(step)\n" + SGD.format("optimizer"),
+            {},
+            f"{FILE}:optimizer",
+        ),
+    ],
+)
+def test_a_note_names_the_optimizer_and_a_function_with_a_similar_name(load, text, options, note):
+    assert load(MODEL + text, **options).choice.note == f"optimizer: {note}"

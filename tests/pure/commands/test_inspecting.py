@@ -217,6 +217,16 @@ def test_the_next_command_depends_on_state_and_checkpoints(make: Any) -> None:
     assert show(None).next[1].endswith("--steps 6")
 
 
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [("net.py:optimizer", "net.py:optimizer"), ("", "that of the model file, or AdamW")],
+)
+def test_the_optimizer_that_trained_is_shown(make: Any, recorded: str, shown: str) -> None:
+    run = make("a")
+    run.write_job(Job(steps=3, epochs=0, batch_size=16, chosen_optimizer=recorded))
+    assert f"  optimizer  {shown}" in run_tables.details(show(None), NOW, unicode=False)
+
+
 @pytest.mark.parametrize(("width", "lacking"), [(140, set()), (80, {"samples/s", "checkpoint"})])
 def test_the_table_fits_the_terminal(make: Any, width: int, lacking: set[str]) -> None:
     make("20260101-000000", saved=(3,))

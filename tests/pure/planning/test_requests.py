@@ -69,3 +69,14 @@ def test_an_option_out_of_range_is_refused(fields: dict[str, Any], message: str)
 def test_a_number_of_microbatches_replaces_their_size() -> None:
     stored = PlanRequest(microbatch_size=2).overlaid(PlanRequest(num_microbatches=4))
     assert (stored.num_microbatches, stored.microbatch_size) == (4, None)
+
+
+def test_options_of_an_earlier_command_are_shown_as_they_were_given() -> None:
+    earlier = PlanRequest(
+        gpus=2, batch_size=64, num_microbatches=2, replicas="never", vertical_sync=False, sequence=True, team=0
+    )
+    options = ("--num-microbatches 2", "--replicas never", "--no-vertical-sync", "--tensor-parallel auto")
+    assert earlier.options_beyond(PlanRequest(batch_size=64)) == (*options, "--sequence-parallel")
+    figures = PlanRequest(gpu_memory_bytes=2**30, link=1e9, averages=True, grid="F0,B0")
+    assert figures.options_beyond(PlanRequest()) == ("--gpu-memory 1.00 GiB", "--link 1 GB/s", "--schedule-file")
+    assert earlier.options_beyond(earlier) == ()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from autopipe.commands.loop.options import refuse_impossible
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training.attempts import Attempts
+from autopipe.commands.training.attempts import Attempts, _model_files
 from autopipe.commands.training.listener import Listener
 from autopipe.errors import WorkerError
 from autopipe.launch.remote.hosts import parse_hosts
@@ -81,3 +82,12 @@ def test_the_only_gpu_of_a_host_is_used_again_and_a_cpu_is_never_left_out(tmp_pa
     run.listener({"kind": "device", "rank": 0, "index": 0, "others": 0})
     assert left(run, 0, "") == left(run, 1, "") == 1
     assert run.settings.excluded_devices == ()
+
+
+def test_a_hook_of_the_model_file_is_no_other_file(tmp_path: Path) -> None:
+    hooks = {"optimizer": ":get_optimizer", "data": ":batches", "loss": "torch.nn:MSELoss"}
+    spec = SimpleNamespace(target="net.py", hooks=hooks)
+    plan: Any = SimpleNamespace(workload=spec)
+    assert _model_files(plan) == (Path("net.py"),)
+    prepared: Any = SimpleNamespace(plan=plan, workload=SimpleNamespace(spec=spec))
+    refuse_impossible(attempts(tmp_path, "", 2).settings, prepared)
