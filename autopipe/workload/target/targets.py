@@ -21,7 +21,6 @@ import importlib.machinery
 import importlib.util
 import linecache
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,8 +30,9 @@ from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.target.guard import MAIN, refusing_training, run_command
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
-from autopipe.workload.target.sources import SourceLoader, folder_of
+from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
 
 Watch = Callable[[Path, str], None]
 """Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
@@ -100,11 +100,12 @@ _MOST_FILES = 8
 def import_target(target: Target) -> ModuleType:
     """Import the file or module of a TARGET.
 
-    Raises: ModelFileError if it does not exist, or the user's code fails; ``where`` is then the user's line.
+    Raises: ModelFileError if it does not exist, or the user's code fails or trains; ``where`` is then the user's line.
     """
     token = _IMPORTING.set(True)
     try:
-        return _import_file(target.location) if target.is_file else _import_package(target.location)
+        with refusing_training():
+            return _import_file(target.location) if target.is_file else _import_package(target.location)
     finally:
         _IMPORTING.reset(token)
 
@@ -318,7 +319,11 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     what = f"{doing} failed: {type(error).__name__}: {error}"
     remedy = "correct that line; python on the file alone shows the same error"
     if isinstance(error, SystemExit):
-        what, remedy = f"{doing} ended the program (sys.exit)", 'put that part under `if __name__ == "__main__":`'
+        what, remedy = f"{doing} ended the program (sys.exit)", f"put that part under {MAIN}"
+        frames = traceback.extract_tb(error.__traceback__)
+        scripts = [frame.filename for frame in frames if frame.name == "<module>" and not is_installed(frame.filename)]
+        if scripts:
+            remedy = f"{run_command(scripts[-1])} runs the script as it is; or {remedy}"
     elif isinstance(error, ImportError) and "attempted relative import" in str(error):
         folder = Path(path).parent
         named = f"{folder.name}.{Path(path).stem}, from the folder {folder.parent}" if path else "package.module:ATTR"
@@ -343,13 +348,3 @@ def user_line(error: BaseException, path: str) -> str:
     frame = (own or others)[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
-
-
-def is_installed(filename: str) -> bool:
-    """Return whether a file belongs to autopipe, an installed package or the standard library, or does not exist."""
-    paths = sysconfig.get_paths()
-    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    path = Path(filename)
-    if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[2]))
