@@ -33,8 +33,9 @@ from autopipe.workload.hooks.hook import Hook, find_hooks, find_observers
 from autopipe.workload.hooks.loss import LossFunction
 from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.hooks.stepping import Stepping
+from autopipe.workload.incomplete import without_data, without_model
 from autopipe.workload.load_options import LoadOptions
-from autopipe.workload.model.building import find_builder
+from autopipe.workload.model.building import NoModelError, find_builder
 from autopipe.workload.model.factory import ModelFactory
 from autopipe.workload.model.partial import PartialBuild
 from autopipe.workload.target.targets import Target, import_target, user_line
@@ -58,14 +59,18 @@ class Workload:
             module = import_target(target)
         self._module, self._label = module, target.label
         self._path = getattr(module, "__file__", None) or ""
-        self.builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        try:
+            self.builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        except NoModelError as error:
+            raise without_model(error, module, spec) from None
         with seeded(spec.seed):  # a file of hooks draws the same numbers in every process that imports it
             self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         self.own_loss = OwnLoss(self.hooks.get("loss"))
         self.models = ModelFactory(self.builder, self.own_loss, spec.seed)
         self.batches = Batches(
-            name=self.name,
             path=self._path,
+            without_data=lambda: without_data(module, spec, self.name),
+            name=self.name,
             seed=spec.seed,
             hooks=self.hooks,
             inputs=tuple(SyntheticInput.parse(text) for text in spec.inputs),

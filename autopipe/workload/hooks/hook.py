@@ -29,9 +29,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
+from autopipe.workload.hooks.candidates import takes
 from autopipe.workload.target.targets import Target, import_target, look_up, users_code
 
 HOOKS = {
@@ -110,20 +110,6 @@ def _names_batch_size(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
-
-
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a callable takes ``count`` positional arguments; True if its signature cannot be read."""
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
 
 
 def find_hooks(

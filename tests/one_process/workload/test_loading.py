@@ -244,10 +244,10 @@ def test_a_file_without_a_model_is_refused_with_the_known_names(write):
     assert "model, build_model, get_model, create_model, Model" in error.what and "nn.Module subclass" in error.what
 
 
-def test_several_models_are_listed(write):
+def test_several_models_are_listed(write, tmp_path):
     error = fails(write(LINEAR + "\nclass Other(nn.Module): pass\n"))
     assert error.what.startswith("several models in net.py: Net, Other")
-    assert "net.py:Other" in error.remedy
+    assert f"{tmp_path}/net.py:Other" in error.remedy
 
 
 def test_a_missing_attribute_is_refused_with_those_of_the_file(write):
