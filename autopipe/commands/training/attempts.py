@@ -267,7 +267,8 @@ class Attempts:
 
 def _model_files(plan: Plan) -> tuple[Path, ...]:
     """Return the user's files that a plan names."""
-    targets = [Target.parse(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
+    others = [text for text in plan.workload.hooks.values() if not text.startswith(":")]  # not in the model's own file
+    targets = [Target.parse(text) for text in (plan.workload.target, *others)]
     return tuple(sorted({Path(target.location) for target in targets if target.is_file}))
 
 
