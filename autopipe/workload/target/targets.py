@@ -20,6 +20,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from autopipe.workload.target.sources import SourceLoader, folder_of, is_install
 
 Watch = Callable[[Path, str], None]
 """Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
+_DEFINES_MODEL = re.compile(r"^(class \w+\(.*Module\)|def (build|get|create)_model\b|model\s*=)", re.MULTILINE)
 _MARK = "__autopipe_loaded__"
 _WATCHES: list[Watch] = []
 _IMPORTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_IMPORTING", default=False)
@@ -138,7 +140,7 @@ def _report(folder: Path, name: str = "") -> None:
 def _import_file(location: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if path.is_dir():
-        raise ModelFileError(f"{location} is a folder, not a Python file", where=str(path), remedy="name the .py file")
+        raise _not_a_file(location)
     if not path.is_file():
         raise ModelFileError(f"file not found: {location}", where=str(path), remedy=_nearby(path))
     package = package_of(path)
@@ -238,6 +240,8 @@ def _import_package(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
     _report_package(name.partition(".")[0])
+    if not name.strip("."):  # the current folder or one above
+        raise _not_a_file(name)
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:  # a parent package that is missing or fails
@@ -246,9 +250,7 @@ def _import_package(name: str) -> ModuleType:
             raise _wrap(f"importing {name}", "", error) from error
         spec = None
     if (spec is None or spec.origin is None) and Path(name).exists():
-        files = sorted(str(path) for path in Path(name).glob("*.py"))[:_MOST_FILES]
-        kind = "is a folder, not a Python file" if Path(name).is_dir() else "is not a Python file"
-        raise ModelFileError(f"{name} {kind}", remedy=", or ".join(files) or "give a file that ends in .py")
+        raise _not_a_file(name)
     if spec is None:
         parent, _, last = name.rpartition(".")
         hints = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
@@ -259,6 +261,20 @@ def _import_package(name: str) -> ModuleType:
         raise ModelFileError(f"module not found: {name!r}", remedy=remedy)
     with users_code(f"importing {name}", spec.origin or ""):
         return importlib.import_module(name)
+
+
+def _not_a_file(location: str) -> ModelFileError:
+    """Return the error for a folder, with its files that define a model, and for a file of another kind."""
+    files = sorted(Path(location).expanduser().glob("*.py"))
+    models = [path for path in files if _DEFINES_MODEL.search(path.read_text(encoding="utf-8", errors="replace"))]
+    kind = "is a folder, not a Python file" if Path(location).expanduser().is_dir() else "is not a Python file"
+    named = [str(path) for path in (models or files)[:_MOST_FILES]]
+    what = "its files that define a model" if models else "its files"
+    return ModelFileError(
+        f"{location} {kind}",
+        where=str(Path(location).expanduser().resolve()),
+        remedy=f"name one of {what}: {', '.join(named)}" if named else "give a file that ends in .py",
+    )
 
 
 def _report_package(name: str) -> None:

@@ -199,6 +199,9 @@ def test_a_missing_file_is_named_with_the_files_in_its_folder(write, tmp_path):
 
 def test_a_folder_as_model_file_is_refused(tmp_path):
     assert "is a folder" in fails(f"{tmp_path}/").what
+    (tmp_path / "net.py").write_text(LINEAR)
+    (tmp_path / "utils.py").write_text("")
+    assert fails(f"{tmp_path}/").remedy == f"name one of its files that define a model: {tmp_path}/net.py"
 
 
 def test_a_missing_module_is_named_with_a_suggested_file(write, tmp_path, monkeypatch):
