@@ -62,8 +62,11 @@ def fails(tmp_path, monkeypatch):
         del sys.modules["train"]
         with pytest.raises(ModelFileError) as caught:
             workload = load_workload(LoadOptions(f"sub/train.py{attribute}", **options))
-            workload.example_item(None)
-        assert caught.value.where == str(tmp_path / "sub" / "train.py")
+            item = workload.example_item(None)
+            with workload.explained(item):
+                workload.loss(workload.build_model(), item)
+        if not options:
+            assert caught.value.where == str(tmp_path / "sub" / "train.py")
         monkeypatch.setitem(sys.modules, "train", None)
         return caught.value.what, caught.value.remedy
 
@@ -111,3 +114,123 @@ def test_a_model_that_needs_an_object_is_referred_to_a_second_file(fails, annota
     what, remedy = fails("", annotation=annotation)
     assert " needs width; no data; no loss" in what
     assert remedy.startswith(expected)
+
+
+# --- the loss and its target ------------------------------------------------------------------------------------------
+
+TOKENS = """
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 10)
+    def forward(self, x):
+        return self.table(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "inputs", "option", "what", "remedy"),
+    [
+        (
+            ":Net",
+            ("x:f32[8,4]",),
+            "",
+            "carries no loss",
+            'give --loss :criterion, and add --input "target:f32[8,4]"; or',
+        ),
+        (
+            ":Net",
+            ("x:f32[8,4]",),
+            "torch.nn:CrossEntropyLoss",
+            "the loss failed: output float32[8, 4], no target: TypeError: ",
+            'the batch has no target: add --input "target:i64[8]<4>"',
+        ),
+        (
+            ":Net",
+            ("x:f32[8,4]",),
+            ":criterion",
+            "the loss failed: output float32[8, 4], no target: ",
+            'the batch has no target: add --input "target:f32[8,4]"',
+        ),
+        (
+            ":Tokens",
+            ("x:i64[8,6]<10>",),
+            "torch.nn:CrossEntropyLoss",
+            "the loss failed: output float32[8, 6, 10], no target: ",
+            'the batch has no target: add --input "target:i64[8,6]<10>"; CrossEntropyLoss takes the classes in',
+        ),
+        (
+            ":Tokens",
+            ("x:i64[8,6]<10>", "target:i64[8,6]<10>"),
+            "torch.nn:CrossEntropyLoss",
+            "the loss failed: output float32[8, 6, 10], target int64[8, 6]: RuntimeError: Expected target size [8, 10]",
+            "CrossEntropyLoss takes the classes in dimension 1: define loss(output, target): return F.cross_entropy(",
+        ),
+        (
+            ":Net",
+            ("x:f32[8,4]", "target:f32[8,3]"),
+            ":criterion",
+            "the loss failed: output float32[8, 4], target float32[8, 3]: ",
+            "compare the shapes of output and target with what the loss takes",
+        ),
+    ],
+)
+def test_a_loss_that_fails_is_not_blamed_on_the_forward(fails, attribute, inputs, option, what, remedy):
+    text = NET + TOKENS + LOSS
+    message, advice = fails(text, attribute, inputs=inputs, hooks={"loss": option} if option else {})
+    assert what in message
+    assert advice.startswith(remedy)
+
+
+def test_the_suggested_target_and_loss_compute_a_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "suggested.py"
+    path.write_text(MODELS.replace("{annotation}", "") + NET + LOSS)
+    options = LoadOptions(f"{path}:Net", inputs=("x:f32[8,4]", "target:f32[8,4]"), hooks={"loss": ":criterion"})
+    workload = load_workload(options)
+    loss, _ = workload.loss(workload.build_model(), workload.example_item(None))
+    assert loss.shape == ()
+
+
+def test_a_loss_without_a_target_in_the_data_asks_for_one(fails):
+    data = "def data():\n    return [{'x': torch.ones(4, 4)}] * 2\n"
+    what, remedy = fails(NET + LOSS + data, ":Net", hooks={"loss": ":criterion"})
+    assert what.startswith("the loss failed: output float32[4, 4], no target: ")
+    assert remedy == "the batch has no target: let data give (inputs, target)"
+
+
+@pytest.mark.parametrize(
+    ("batch", "remedy"),
+    [
+        ("{'x': X, 'y': X}", 'forward takes (x): let data give (batch["x"], batch["y"])'),
+        (
+            "{'image': X, 'label': X, 'weight': X}",
+            'forward takes (x): let data give (batch["image"], (batch["label"], batch["weight"])); for a model that '
+            "takes the dict itself, let data give ((batch,), target)",
+        ),
+    ],
+)
+def test_a_dict_with_a_target_shows_the_pair_to_give(fails, batch, remedy):
+    text = f"X = torch.ones(4, 4)\nloader = DataLoader([{batch}] * 2, batch_size=None)\n"
+    _, advice = fails(NET + LOSS + text, ":Net", hooks={"data": ":loader", "loss": ":criterion"})
+    assert advice == f"a dict becomes keyword arguments, and {remedy}"
+
+
+# --- data that is not batches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ["", ", count"])
+@pytest.mark.parametrize(("hook", "option"), [("data", "--data"), ("evaluate_data", "--eval-data")])
+def test_a_dataset_of_samples_is_refused_with_a_loader(fails, hook, option, arguments):
+    text = f"""
+class AddDataset(torch.utils.data.Dataset):
+    def __init__(self{arguments}): ...
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.ones(4), torch.ones(4)
+"""
+    what, remedy = fails(NET + LOSS + text, ":Net", hooks={hook: "sub/train.py:AddDataset"})
+    assert what == f"{hook} of sub/train.py:AddDataset is an AddDataset, a dataset of samples; expected batches"
+    assert remedy == (
+        "define loader = DataLoader(dataset, batch_size=32), or a function that returns it, and give "
+        f"{option} sub/train.py:loader"
+    )
