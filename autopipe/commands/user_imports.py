@@ -42,8 +42,8 @@ from types import FunctionType, ModuleType
 
 from autopipe.errors import RunError
 from autopipe.launch.rank.unguarded import refuse_unguarded
-from autopipe.workload.target.sources import SourceLoader, folder_of
-from autopipe.workload.target.targets import is_installed, is_target, watching
+from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
+from autopipe.workload.target.targets import is_target, watching
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import traceback
 
 from autopipe.generate.origin import users_place
 from autopipe.ir.graph import Graph
-from autopipe.workload.target.targets import is_installed
+from autopipe.workload.target.sources import is_installed
 
 
 def error_location(error: BaseException, graph: Graph | None) -> str:

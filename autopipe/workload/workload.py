@@ -29,13 +29,15 @@ from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import declared
+from autopipe.workload.hooks import candidates, loss_errors
 from autopipe.workload.hooks.choice import Choice, choice_of
 from autopipe.workload.hooks.hook import Hook, find_hooks, find_observers
 from autopipe.workload.hooks.loss import LossFunction
 from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.hooks.stepping import Stepping
+from autopipe.workload.incomplete import without_data, without_model
 from autopipe.workload.load_options import LoadOptions
-from autopipe.workload.model.building import find_builder
+from autopipe.workload.model.building import NoModelError, find_builder
 from autopipe.workload.model.factory import ModelFactory
 from autopipe.workload.model.partial import PartialBuild
 from autopipe.workload.target.targets import Target, import_target, user_line
@@ -59,14 +61,18 @@ class Workload:
             module = import_target(target)
         self._module, self._label = module, target.label
         self._path = getattr(module, "__file__", None) or ""
-        self.builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        try:
+            self.builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        except NoModelError as error:
+            raise without_model(error, module, spec) from None
         with seeded(spec.seed):  # a file of hooks draws the same numbers in every process that imports it
             self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         self.own_loss = OwnLoss(self.hooks.get("loss"))
         self.models = ModelFactory(self.builder, self.own_loss, spec.seed)
         self.batches = Batches(
-            name=self.name,
             path=self._path,
+            without_data=lambda: without_data(module, spec, self.name),
+            name=self.name,
             seed=spec.seed,
             hooks=self.hooks,
             inputs=tuple(SyntheticInput.parse(text) for text in spec.inputs),
@@ -74,7 +80,15 @@ class Workload:
             dimensions=self._declared_dimensions(module, target.label),
         )
         self.stepping = Stepping(self.hooks, spec.optimizer, spec.lr, self.models.build)
-        self._loss = LossFunction(self.own_loss, self.name, self._path, spec.precision)
+        likely_loss = candidates.loss_name(module)
+        self._loss = LossFunction(
+            self.own_loss,
+            self.name,
+            self._path,
+            spec.precision,
+            likely=(likely_loss, vars(module).get(likely_loss)),
+            synthetic=bool(spec.inputs),
+        )
 
     def _declared_dimensions(self, module: Any, label: str) -> BatchDimensions | None:
         """Return the batch dimensions of the model file, else those of the spec; None if neither has any."""
@@ -246,17 +260,22 @@ class Workload:
         except (AutopipeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            failure = self._loss.failure(error, item)
+            if failure is not None:
+                raise failure from error
             no_kernel = items.remedy_without_kernel(error)
             remedy = no_kernel or items.remedy_of(error)
             if isinstance(item, Mapping) and isinstance(error, TypeError) and "argument" in str(error):
-                remedy = (
-                    f"a dict becomes keyword arguments, and forward takes ({', '.join(self.models.forward_names)}); "
-                    "for a model that takes the dict itself, let data give ((batch,), target)"
-                )
-            fits = isinstance(error, (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError))
+                names = self.models.forward_names
+                remedy = f"a dict becomes keyword arguments, and forward takes ({', '.join(names)})"
+                if len(item) > 1:
+                    remedy += f": let data give {loss_errors.pair_of(list(item), names)}"
+                if not set(item) & set(names):
+                    remedy += "; for a model that takes the dict itself, let data give ((batch,), target)"
+            fits = isinstance(error, items.UNRELATED)
             what = f"{self.name} failed on a batch" if fits or no_kernel else f"the batch does not fit {self.name}"
             if fits:
-                remedy = "correct that line; calling the model on one batch in plain Python shows the same error"
+                remedy = items.CORRECT
             raise ModelFileError(
                 f"{what} ({items.shapes(item)}): {type(error).__name__}: {error}",
                 where=user_line(error, self._path),

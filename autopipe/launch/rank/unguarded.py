@@ -11,12 +11,13 @@ import sys
 from types import TracebackType
 
 from autopipe.errors import RunError
+from autopipe.workload.target.guard import MAIN
 from autopipe.workload.target.targets import is_importing
 
 EXIT_CODE = 93
 """The exit code of a rank that ends for this reason: the supervisor then reports ``WHAT`` and ``REMEDY``."""
 WHAT = "the calling script calls a method of Pipeline when it is imported"
-REMEDY = 'call it under `if __name__ == "__main__":`'
+REMEDY = f"call it under {MAIN}"
 
 
 def refuse_unguarded() -> None:

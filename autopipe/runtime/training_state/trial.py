@@ -36,7 +36,7 @@ from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
 from autopipe.workload import Workload
-from autopipe.workload.target.targets import is_installed
+from autopipe.workload.target.sources import is_installed
 
 FIRST_STEPS, FURTHER_STEPS = 3, 4
 _MOST_NUMBERS = 1 << 20

@@ -38,6 +38,7 @@ class Batches:
 
     name: str  # of the model, for errors
     path: str  # of the model file, for errors
+    without_data: Callable[[], ModelFileError]  # returns the error if neither a hook nor --input gives batches
     seed: int
     hooks: Mapping[str, Hook]
     inputs: Sequence[SyntheticInput]  # of --input
@@ -220,11 +221,7 @@ class Batches:
             return item
         hook = self.hooks.get("example_inputs")
         if hook is None:
-            raise ModelFileError(
-                f"{self.name} has no data: looked for data and example_inputs",
-                where=self.path,
-                remedy='define data(batch_size) in the model file, or give --input "x:f32[8,16]"',
-            )
+            raise self.without_data()
         with private.active():
             example = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
         return self._checked(self._normalised_example(example, hook), hook, batch_size)

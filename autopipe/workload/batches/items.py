@@ -98,11 +98,12 @@ def path_text(path: Sequence[Any], pair: bool) -> str:
 
 def shapes(item: Item) -> str:
     """Return a readable list of the tensors of an item: ``inputs: float32[8, 3], target: int64[8]``."""
-    return ", ".join(
-        f"{path}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in leaf.shape)}]"
-        for path, leaf in paths(item)
-        if isinstance(leaf, Tensor)
-    )
+    return ", ".join(f"{path}: {shape_of(leaf)}" for path, leaf in paths(item) if isinstance(leaf, Tensor))
+
+
+def shape_of(tensor: Tensor) -> str:
+    """Return the dtype and shape of a tensor: ``float32[8, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in tensor.shape)}]"
 
 
 def kept(item: Any) -> Any:
@@ -239,6 +240,12 @@ def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, argument
     return drawn
 
 
+UNRELATED = (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError)
+"""Exceptions of a forward or a loss that do not come from the shapes or dtypes of the batch."""
+CORRECT = "correct that line; calling the model on one batch in plain Python shows the same error"
+COMPARE_SHAPES = "compare the shapes with what the model's forward takes; see example_inputs, data and --input"
+
+
 def remedy_without_kernel(error: Exception) -> str:
     """Return the remedy if torch has no kernel in a 16-bit type for an operation on this device; otherwise ""."""
     text = str(error)
@@ -261,4 +268,4 @@ def remedy_of(error: Exception) -> str:
         )
     if "NoneType" in text:
         return "a value is None there: check whether the model's forward returns its output"
-    return "compare the shapes with what the model's forward takes; see example_inputs, data and --input"
+    return COMPARE_SHAPES

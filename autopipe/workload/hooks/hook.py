@@ -29,9 +29,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
+from autopipe.workload.hooks import candidates
+from autopipe.workload.hooks.candidates import takes
 from autopipe.workload.target.targets import Target, import_target, look_up, users_code
 
 HOOKS = {
@@ -44,6 +45,7 @@ HOOKS = {
     "evaluate_data": "(batch_size) or () -> iterable of (inputs, target) or dict",
 }
 OBSERVERS = dict.fromkeys(("on_step", "on_evaluate"), '(step, metrics) -> None or "stop"')
+_DATA = {"data": "--data", "evaluate_data": "--eval-data"}  # hooks that give batches, and their options
 _ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "after_step": 2}
 _ARGUMENTS |= dict.fromkeys(OBSERVERS, 2)
 
@@ -112,20 +114,6 @@ def _names_batch_size(function: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
 
 
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a callable takes ``count`` positional arguments; True if its signature cannot be read."""
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
-
-
 def find_hooks(
     module: ModuleType, label: str, options: Mapping[str, str], without: Sequence[str] = ()
 ) -> dict[str, Hook]:
@@ -146,7 +134,7 @@ def find_hooks(
             path = getattr(module, "__file__", None) or ""
             value = vars(module)[name]
             instance = _instance(value, name, label, path)
-            hooks[name] = _checked(Hook(name, instance, label, path, instance is not value))
+            hooks[name] = _checked(Hook(name, instance, label, path, instance is not value), module)
     if _is_split(vars(module).get("split"), module.__name__):
         hooks["split"] = Hook("split", vars(module)["split"], label, getattr(module, "__file__", None) or "")
     return hooks
@@ -191,28 +179,44 @@ def _from_option(name: str, text: str, model_module: ModuleType, model_label: st
     path = getattr(module, "__file__", None) or ""
     value = look_up(module, target.attribute or name, label)
     instance = _instance(value, name, label, path)
-    return _checked(Hook(name, instance, text.lstrip(":"), path, instance is not value))
+    return _checked(Hook(name, instance, text.lstrip(":"), path, instance is not value), module)
 
 
 def _instance(value: Any, name: str, label: str, path: str) -> Any:
     """Return an instance if the value is a class (``torch.nn:CrossEntropyLoss``), except for optimizers."""
     if not isinstance(value, type) or (name == "optimizer" and issubclass(value, torch.optim.Optimizer)):
         return value
+    if name in _DATA and _gives_samples(value):
+        return value  # refused below, also if it needs arguments
     with users_code(f"{name} of {label}: instantiating {with_article(value.__name__)}", path):
         return value()
 
 
-def _checked(hook: Hook) -> Hook:
+def _checked(hook: Hook, module: ModuleType | None = None) -> Hook:
+    """Return a hook that can be called or iterated as its name requires. ``module``: where it is defined, for errors.
+
+    Raises: ModelFileError with what is expected instead.
+    """
+    if hook.name in _DATA and _gives_samples(hook.function):
+        raise _wrong(
+            hook,
+            f"is {with_article(_kind(hook.function).__name__)}, a dataset of samples; expected batches",
+            f"define loader = DataLoader(dataset, batch_size=32), or a function that returns it, and give "
+            f"{_DATA[hook.name]} {hook.origin.rpartition(':')[0]}:loader",
+        )
     value, wanted = hook.function, f"expected {hook.name}{(HOOKS | OBSERVERS)[hook.name]}"
     if not callable(value):
-        if (
-            hook.name in ("data", "evaluate_data")
-            and hasattr(value, "__iter__")
-            and not isinstance(value, (str, bytes))
-        ):
+        if hook.name in _DATA and hasattr(value, "__iter__") and not isinstance(value, (str, bytes)):
             if isinstance(value, Iterator):
                 raise _wrong(hook, "is an iterator, which can be read only once", f"{wanted}, or a DataLoader")
             return hook
+        if hook.name == "loss" and isinstance(value, torch.Tensor):
+            known = candidates.loss_name(module) if module is not None else ""
+            raise _wrong(
+                hook,
+                "is a Tensor, a value that the loop of the script computes",
+                f"name the function that computes it: --loss :{known or 'NAME'}; or define loss(output, target)",
+            )
         raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted + _alternative(hook))
     if hook.name in _ARGUMENTS:
         if not takes(value, _ARGUMENTS[hook.name]):
@@ -220,6 +224,16 @@ def _checked(hook: Hook) -> Hook:
     elif not takes(value, 0) and not takes(value, 1):
         raise _wrong(hook, "must take no argument or the batch size, and takes neither", wanted)
     return hook
+
+
+def _gives_samples(value: Any) -> bool:
+    """Return whether a value is a map-style dataset, or a class of them: neither iterable nor callable."""
+    names = {name for base in _kind(value).__mro__ for name in vars(base)}
+    return "__getitem__" in names and not names & {"__iter__", "__call__"}
+
+
+def _kind(value: Any) -> type:
+    return value if isinstance(value, type) else type(value)
 
 
 def _alternative(hook: Hook) -> str:
@@ -234,7 +248,7 @@ def _alternative(hook: Hook) -> str:
     if hook.name == "scheduler":
         return ", a function, because every stage creates its own; or rename the one of the script"
     if hook.name == "loss":
-        return "; or name the function in the file that computes the loss: --loss :criterion"
+        return "; or name the function in the file that computes the loss: --loss :NAME"
     return ""
 
 

@@ -19,19 +19,33 @@ from torch import Tensor, nn
 from autopipe.draws import opaque_calls
 from autopipe.errors import ModelFileError, with_article
 from autopipe.workload.batches.items import Item
+from autopipe.workload.hooks import loss_errors
 from autopipe.workload.hooks.own_loss import OwnLoss, carried_by, output_of
+from autopipe.workload.target.targets import user_line
 
+_FAILED_ON = "_autopipe_loss_failed_on"  # attribute of an exception of the loss: output, target, function
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossFunction:
     """Runs the model on a batch and returns its loss."""
 
-    def __init__(self, own_loss: OwnLoss, name: str, path: str, precision: str) -> None:
+    def __init__(
+        self,
+        own_loss: OwnLoss,
+        name: str,
+        path: str,
+        precision: str,
+        *,
+        likely: tuple[str, Any] = ("", None),
+        synthetic: bool = False,
+    ) -> None:
         self._own_loss = own_loss
         self._name = name  # of the model, for errors
         self._path = path  # of the model file, for errors
         self._precision = precision
+        self._likely = likely  # the name and value of what may be the loss in the model file; "" without one
+        self._synthetic = synthetic  # whether the batches are those of --input
 
     def __call__(
         self, model: nn.Module, item: Item, opaque_modules: Sequence[str] = ()
@@ -49,7 +63,7 @@ class LossFunction:
         if hook is not None and isinstance(loss, (tuple, list)) and len(loss) == 2:
             loss, weight = loss
         if not isinstance(loss, Tensor) or (hook is None and loss is output and loss.dim() != 0):
-            raise self._no_loss(output, loss)
+            raise self._no_loss(output, loss, item)
         if loss.dim() != 0:
             raise ModelFileError(
                 f"the loss of {self._name} has shape {tuple(loss.shape)}; expected a scalar",
@@ -74,9 +88,28 @@ class LossFunction:
         if self._own_loss.hook is None:
             return output, carried_by(output)
         target = item if isinstance(item, Mapping) else item[1]
-        return output, self._own_loss.function(model, output)(output, target)
+        function = self._own_loss.function(model, output)
+        try:
+            return output, function(output, target)
+        except Exception as error:
+            vars(error)[_FAILED_ON] = (output, target, function)
+            raise
 
-    def _no_loss(self, output: Any, loss: Any) -> ModelFileError:
+    def failure(self, error: Exception, item: Item) -> ModelFileError | None:
+        """Return the error for an exception that the loss hook raised on a batch; None for another exception."""
+        failed_on = vars(error).get(_FAILED_ON)
+        if failed_on is None:
+            return None
+        output, target, function = failed_on
+        lacks = loss_errors.lacks_target(error, item)
+        given = "no target" if lacks else f"target {loss_errors.described(target)}"
+        return ModelFileError(
+            f"the loss failed: output {loss_errors.described(output)}, {given}: {type(error).__name__}: {error}",
+            where=user_line(error, self._path),
+            remedy=loss_errors.remedy(error, output, lacks, function, synthetic=self._synthetic),
+        )
+
+    def _no_loss(self, output: Any, loss: Any, item: Item) -> ModelFileError:
         hook = self._own_loss.hook
         if hook is not None:
             return ModelFileError(
@@ -92,6 +125,14 @@ class LossFunction:
             f"the output of {self._name} ({kind}) carries no loss: looked for a loss hook, "
             'output.loss, output["loss"] and a scalar output',
             where=self._path,
-            remedy="define loss(output, target) in the model file, give --loss torch.nn:CrossEntropyLoss, "
-            "or put labels into the batch",
+            remedy=self._remedy(output, item),
         )
+
+    def _remedy(self, output: Any, item: Item) -> str:
+        """Return how to give a loss, and the target that it needs."""
+        name, function = self._likely
+        option = f"--loss :{name}" if name else "--loss torch.nn:CrossEntropyLoss"
+        target = ""
+        if not loss_errors.has_target(item):
+            target = f", and {loss_errors.target_for(output, function, synthetic=self._synthetic)}"
+        return f"give {option}{target}; or define loss(output, target) in the model file, or put labels into the batch"

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
-from autopipe.workload.hooks.hook import Hook, takes
+from autopipe.workload.hooks.candidates import takes
+from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import advising
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import inspect
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,21 @@ from typing import Any
 from torch import nn
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
+from autopipe.workload.hooks.candidates import is_own_model
 from autopipe.workload.target.targets import advising, look_up, users_code
 
 NAMES = ("model", "build_model", "get_model", "create_model", "Model")
+
+
+_PLAIN = re.compile(r"(None|bool|int|float|str|tuple|list|dict|Optional|Union|Sequence|[\s\[\],.|()])*")
+
+
+class NoModelError(ModelFileError):
+    """The file has no model, several, or one that needs arguments."""
+
+    def __init__(self, what: str, *, where: str, arguments: str | None = None) -> None:
+        super().__init__(what, where=where)
+        self.arguments = arguments  # options that give them; "" if one is an object; None if no model is chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class Builder:
 def find_builder(module: ModuleType, attribute: str, label: str, arguments: Mapping[str, str]) -> Builder:
     """Find the model in the user's module: by ``attribute``, else by the usual names, else the only class.
 
-    Raises: ModelFileError with the names that were tried and the candidates.
+    Raises: NoModelError for no model, several, or one that needs arguments; ModelFileError for another object.
     """
     path = getattr(module, "__file__", None) or ""
     if attribute:
@@ -92,25 +105,13 @@ def _search(module: ModuleType, label: str, path: str) -> tuple[str, Any]:
     for name in NAMES:
         if name in vars(module) and _may_be_model(vars(module)[name]):
             return name, vars(module)[name]
-    classes = [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
-    ]
+    classes = [name for name, value in vars(module).items() if is_own_model(value, module)]
     if len(classes) == 1:
         return classes[0], vars(module)[classes[0]]
-    looked = f"looked for {', '.join(NAMES)}, then for the only nn.Module subclass defined there"
     if classes:
-        raise ModelFileError(
-            f"several models in {label}: {', '.join(classes)} ({looked})",
-            where=path,
-            remedy=f"name the one to train, such as {label}:{classes[-1]}",
-        )
-    raise ModelFileError(
-        f"no model found in {label}: {looked}",
-        where=path,
-        remedy="define build_model() that returns the model, or name an attribute: file.py:ATTR",
-    )
+        raise NoModelError(f"several models in {label}: {', '.join(classes)}", where=path)
+    looked = f"looked for {', '.join(NAMES)}, then for the only nn.Module subclass defined there"
+    raise NoModelError(f"no model found in {label}: {looked}", where=path)
 
 
 def _bind(value: Any, arguments: Mapping[str, str], origin: str, path: str) -> dict[str, Any]:
@@ -134,19 +135,29 @@ def _bind(value: Any, arguments: Mapping[str, str], origin: str, path: str) -> d
         for name in parsed:
             if name not in known:
                 raise ModelFileError(f"{origin}: {unknown_choice('argument', name, known)}", where=path)
-    missing = [
-        name
+    missing = {
+        name: p.annotation
         for name, p in parameters.items()
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in parsed
-    ]
+    }
     if missing:
-        raise ModelFileError(
+        are_plain = all(_is_plain(annotation) for annotation in missing.values())
+        raise NoModelError(
             f"{origin}{signature} needs {', '.join(missing)}",
             where=path,
-            remedy=" ".join(f"--arg {name}=VALUE" for name in missing)
-            + "; where a value is an object, such as a config, write build_model() that makes it and returns the model",
+            arguments=" ".join(f"--arg {name}=VALUE" for name in missing) if are_plain else "",
         )
     return parsed
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Return whether a value with this annotation can be written in a command; True without an annotation."""
+    if annotation is inspect.Parameter.empty:
+        return True
+    return (
+        _PLAIN.fullmatch(annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
+        is not None
+    )
 
 
 def _literal(text: str) -> Any:

@@ -20,8 +20,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import linecache
+import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,11 +31,13 @@ from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.target.guard import MAIN, refusing_training, run_command
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
-from autopipe.workload.target.sources import SourceLoader, folder_of
+from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
 
 Watch = Callable[[Path, str], None]
 """Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
+_DEFINES_MODEL = re.compile(r"^(class \w+\(.*Module\)|def (build|get|create)_model\b|model\s*=)", re.MULTILINE)
 _MARK = "__autopipe_loaded__"
 _WATCHES: list[Watch] = []
 _IMPORTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_IMPORTING", default=False)
@@ -100,11 +102,12 @@ _MOST_FILES = 8
 def import_target(target: Target) -> ModuleType:
     """Import the file or module of a TARGET.
 
-    Raises: ModelFileError if it does not exist, or the user's code fails; ``where`` is then the user's line.
+    Raises: ModelFileError if it does not exist, or the user's code fails or trains; ``where`` is then the user's line.
     """
     token = _IMPORTING.set(True)
     try:
-        return _import_file(target.location) if target.is_file else _import_package(target.location)
+        with refusing_training():
+            return _import_file(target.location) if target.is_file else _import_package(target.location)
     finally:
         _IMPORTING.reset(token)
 
@@ -137,7 +140,7 @@ def _report(folder: Path, name: str = "") -> None:
 def _import_file(location: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if path.is_dir():
-        raise ModelFileError(f"{location} is a folder, not a Python file", where=str(path), remedy="name the .py file")
+        raise _not_a_file(location)
     if not path.is_file():
         raise ModelFileError(f"file not found: {location}", where=str(path), remedy=_nearby(path))
     package = package_of(path)
@@ -237,6 +240,8 @@ def _import_package(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
     _report_package(name.partition(".")[0])
+    if not name.strip("."):  # the current folder or one above
+        raise _not_a_file(name)
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:  # a parent package that is missing or fails
@@ -245,9 +250,7 @@ def _import_package(name: str) -> ModuleType:
             raise _wrap(f"importing {name}", "", error) from error
         spec = None
     if (spec is None or spec.origin is None) and Path(name).exists():
-        files = sorted(str(path) for path in Path(name).glob("*.py"))[:_MOST_FILES]
-        kind = "is a folder, not a Python file" if Path(name).is_dir() else "is not a Python file"
-        raise ModelFileError(f"{name} {kind}", remedy=", or ".join(files) or "give a file that ends in .py")
+        raise _not_a_file(name)
     if spec is None:
         parent, _, last = name.rpartition(".")
         hints = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
@@ -258,6 +261,20 @@ def _import_package(name: str) -> ModuleType:
         raise ModelFileError(f"module not found: {name!r}", remedy=remedy)
     with users_code(f"importing {name}", spec.origin or ""):
         return importlib.import_module(name)
+
+
+def _not_a_file(location: str) -> ModelFileError:
+    """Return the error for a folder, with its files that define a model, and for a file of another kind."""
+    files = sorted(Path(location).expanduser().glob("*.py"))
+    models = [path for path in files if _DEFINES_MODEL.search(path.read_text(encoding="utf-8", errors="replace"))]
+    kind = "is a folder, not a Python file" if Path(location).expanduser().is_dir() else "is not a Python file"
+    named = [str(path) for path in (models or files)[:_MOST_FILES]]
+    what = "its files that define a model" if models else "its files"
+    return ModelFileError(
+        f"{location} {kind}",
+        where=str(Path(location).expanduser().resolve()),
+        remedy=f"name one of {what}: {', '.join(named)}" if named else "give a file that ends in .py",
+    )
 
 
 def _report_package(name: str) -> None:
@@ -318,7 +335,11 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     what = f"{doing} failed: {type(error).__name__}: {error}"
     remedy = "correct that line; python on the file alone shows the same error"
     if isinstance(error, SystemExit):
-        what, remedy = f"{doing} ended the program (sys.exit)", 'put that part under `if __name__ == "__main__":`'
+        what, remedy = f"{doing} ended the program (sys.exit)", f"put that part under {MAIN}"
+        frames = traceback.extract_tb(error.__traceback__)
+        scripts = [frame.filename for frame in frames if frame.name == "<module>" and not is_installed(frame.filename)]
+        if scripts:
+            remedy = f"{run_command(scripts[-1])} runs the script as it is; or {remedy}"
     elif isinstance(error, ImportError) and "attempted relative import" in str(error):
         folder = Path(path).parent
         named = f"{folder.name}.{Path(path).stem}, from the folder {folder.parent}" if path else "package.module:ATTR"
@@ -343,13 +364,3 @@ def user_line(error: BaseException, path: str) -> str:
     frame = (own or others)[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
-
-
-def is_installed(filename: str) -> bool:
-    """Return whether a file belongs to autopipe, an installed package or the standard library, or does not exist."""
-    paths = sysconfig.get_paths()
-    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    path = Path(filename)
-    if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[2]))

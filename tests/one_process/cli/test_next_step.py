@@ -66,6 +66,7 @@ def assert_short(done: Result, code: int, what: str, remedy: str) -> None:
         ("profile emptyy.py", 1, "file not found: emptyy.py", "did you mean empty.py?"),
         ("profile empty.pyy", 1, "module not found: 'empty.pyy'", "did you mean empty.py?"),
         ("profile folder", 1, "folder is a folder, not a Python file", "give a file that ends in .py"),
+        ("profile .", 1, ". is a folder, not a Python file", "name one of its files: empty.py"),
         ("profile notes.txt", 1, "notes.txt is not a Python file", "give a file that ends in .py"),
         ("profile empty.py", 1, "no model found in empty.py", "define build_model()"),
     ],

@@ -133,7 +133,12 @@ def get_model():
     ("text", "remedy"),
     [
         ("optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.05)", "or --optimizer sgd --lr 0.05"),
-        ("loss = torch.zeros(())", "--loss :criterion"),
+        ("loss = torch.zeros(())", "--loss :NAME"),
+        (
+            "criterion = nn.CrossEntropyLoss()\nloss = criterion(torch.ones(1, 2), torch.ones(1).long())",
+            "--loss :criterion",
+        ),
+        ("loss = 0.5", "--loss :NAME"),
         (
             "scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(2, 2).parameters()))",
             "every stage creates its own",
@@ -172,9 +177,11 @@ def test_a_module_without_forward_is_refused(load) -> None:
 def test_an_error_in_the_loss_is_not_blamed_on_the_batch(load) -> None:
     workload = load("\ndef loss(output, target):\n    return output.shapee\n")
     item = workload.example_item(4)
-    with pytest.raises(ModelFileError, match=r"failed on a batch .*AttributeError") as caught, workload.explained(item):
+    with pytest.raises(ModelFileError, match=r"the loss failed: .*AttributeError") as caught, workload.explained(item):
         workload.loss(workload.build_model(), item)
+    assert "output float32[4, 3], target int64[4]: " in caught.value.what
     assert "in loss: return output.shapee" in caught.value.where
+    assert caught.value.remedy.startswith("correct that line")
 
 
 def test_a_batch_that_cannot_be_cut_names_the_type_and_the_leaf(load) -> None:

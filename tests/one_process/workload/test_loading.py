@@ -199,6 +199,9 @@ def test_a_missing_file_is_named_with_the_files_in_its_folder(write, tmp_path):
 
 def test_a_folder_as_model_file_is_refused(tmp_path):
     assert "is a folder" in fails(f"{tmp_path}/").what
+    (tmp_path / "net.py").write_text(LINEAR)
+    (tmp_path / "utils.py").write_text("")
+    assert fails(f"{tmp_path}/").remedy == f"name one of its files that define a model: {tmp_path}/net.py"
 
 
 def test_a_missing_module_is_named_with_a_suggested_file(write, tmp_path, monkeypatch):
@@ -244,10 +247,10 @@ def test_a_file_without_a_model_is_refused_with_the_known_names(write):
     assert "model, build_model, get_model, create_model, Model" in error.what and "nn.Module subclass" in error.what
 
 
-def test_several_models_are_listed(write):
+def test_several_models_are_listed(write, tmp_path):
     error = fails(write(LINEAR + "\nclass Other(nn.Module): pass\n"))
     assert error.what.startswith("several models in net.py: Net, Other")
-    assert "net.py:Other" in error.remedy
+    assert f"{tmp_path}/net.py:Other" in error.remedy
 
 
 def test_a_missing_attribute_is_refused_with_those_of_the_file(write):

@@ -14,6 +14,7 @@ from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSetti
 from autopipe.commands.training.attempts import Attempts, _model_files
 from autopipe.commands.training.listener import Listener
 from autopipe.errors import WorkerError
+from autopipe.ir.profile import WorkloadSpec
 from autopipe.launch.remote.hosts import parse_hosts
 from autopipe.launch.request import LaunchSettings
 from autopipe.runtime.job import RunDirectory
@@ -33,6 +34,12 @@ def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
     listener.begin(ranks)
     prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks, num_processes=ranks))
     return Attempts(settings, prepared, run, listener, ignore, lambda *event: pytest.fail("no job is wanted"), no_probe)
+
+
+def test_a_hook_in_the_model_file_is_no_file_of_its_own() -> None:
+    hooks = {"loss": ":criterion", "data": "/a/batches.py:loader", "optimizer": "torch.optim:Adam"}
+    plan: Any = SimpleNamespace(workload=WorkloadSpec("/a/net.py:Net", arguments={}, hooks=hooks, inputs=(), seed=0))
+    assert _model_files(plan) == (Path("/a/batches.py"), Path("/a/net.py"))
 
 
 def no_probe() -> Any:
