@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +104,14 @@ class Notes:
         self.say(f"{len(controller.plan.stages)} stages: {parts}")
         for line in controller.parts.lines() if controller.parts is not None else ():
             self.say(line)
+
+    def untrained(self, script: Path, names: Mapping[str, Any], stages: int) -> None:
+        """Say that no model ran in stages, and what runs a model file. ``names``: those that the script defines."""
+        self.say("no model was trained: nothing ran in stages")
+        hooks = [name for name in ("build_model", "data", "loss") if callable(names.get(name))]
+        if "build_model" in hooks or len(hooks) == 2:
+            command = f"autopipe train {shlex.quote(str(script))} --gpus {stages}"
+            self.say(f"{script} defines {' and '.join(hooks)}, as a model file does; try: {command}")
 
     def end(self) -> None:
         """Say where weights were read most."""

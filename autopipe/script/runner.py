@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def run_script(
             for controller in patching.starting:
                 controller.release()
             if not patching.starting:
-                notes.say("no model was trained: nothing ran in stages")
+                notes.untrained(script, vars(sys.modules["__main__"]), places.count)
             notes.end()
     except AutopipeError as error:
         report(error)
