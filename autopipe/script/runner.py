@@ -44,7 +44,7 @@ def run_script(
         text = script.read_bytes()
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
-    notes = Notes(quiet=quiet)
+    notes = Notes(quiet=quiet, untimed=max(steps, 1))
     if not places.are_remote:
         places.server = RankServer.forked()
     for note in places.check():
