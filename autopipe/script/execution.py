@@ -67,17 +67,20 @@ def _code_of(end: SystemExit) -> int:
 
 
 def _print(error: BaseException, *, of_script: bool = True) -> None:
-    """Write the traceback as python would: from the script's first line on, after Ctrl-C without autopipe's lines."""
+    """Write the traceback as python would: from the script's first line on.
+
+    After Ctrl-C, and for an error of autopipe, it ends in the script.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
         frames = frames.tb_next
+    shown = traceback.TracebackException(type(error), error, frames)
+    if isinstance(error, KeyboardInterrupt) or not of_script:
+        _end_in_the_script(shown)
     if of_script:
-        shown = traceback.TracebackException(type(error), error, frames)
-        if isinstance(error, KeyboardInterrupt):
-            _end_in_the_script(shown)
         shown.print()
     else:
-        sys.stderr.write("Traceback (most recent call last):\n" + "".join(traceback.format_tb(frames)))
+        sys.stderr.write("Traceback (most recent call last):\n" + "".join(shown.stack.format()))
 
 
 def _end_in_the_script(shown: traceback.TracebackException) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.script import patches as patching
 from autopipe.script import refusals
 from autopipe.script.checking import Reference
@@ -44,11 +44,14 @@ def run_script(
         text = script.read_bytes()
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
+    cores = len(os.sched_getaffinity(0))
     notes = Notes(quiet=quiet, untimed=max(steps, 1))
     if not places.are_remote:
         places.server = RankServer.forked()
     for note in places.check():
         notes.say(note)
+    if not places.are_remote and places.count > cores:
+        notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
     installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
     reference = None
     if steps:

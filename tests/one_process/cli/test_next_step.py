@@ -67,6 +67,20 @@ def assert_short(done: Result, code: int, what: str, remedy: str) -> None:
         ("profile empty.pyy", 1, "module not found: 'empty.pyy'", "did you mean empty.py?"),
         ("profile folder", 1, "folder is a folder, not a Python file", "give a file that ends in .py"),
         ("profile notes.txt", 1, "notes.txt is not a Python file", "give a file that ends in .py"),
+        ("run emptyy.py", 2, "file not found: emptyy.py", "did you mean empty.py?"),
+        ("run empty.py --gpu 2", 2, "there is no option --gpu. Did you mean --gpus?", "autopipe run --help"),
+        (
+            "run empty.py --batch-size 32 --lr=1 --gpus 2 -v",
+            2,
+            "there is no option --batch-size; arguments of the script follow --",
+            "autopipe run empty.py --gpus 2 -v -- --batch-size 32 --lr=1",
+        ),
+        (
+            "run --gpus=2 --batch-size 32 empty.py --check 0 -- words",
+            2,
+            "there is no option --batch-size",
+            "autopipe run --gpus=2 empty.py --check 0 -- --batch-size 32 words",
+        ),
         ("profile empty.py", 1, "no model found in empty.py", "define build_model()"),
     ],
 )
