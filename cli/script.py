@@ -82,7 +82,7 @@ def _has_file(words: list[str]) -> bool:
 )
 @options.option(
     "--check",
-    type=click.IntRange(min=0),
+    type=types.COUNT_OR_NONE,
     default=2,
     show_default=True,
     metavar="K",
