@@ -133,7 +133,11 @@ def test_without_torch_the_error_says_how_to_install_it(words: str, tmp_path: Pa
 def test_runs_says_how_to_begin_in_an_empty_folder(run: Callable[..., Result]) -> None:
     done = run("runs")
     assert (done.exit_code, done.stdout) == (0, "")
-    assert done.stderr.splitlines() == ["there is no run in .autopipe/runs", "next: autopipe train model.py --gpus 2"]
+    assert done.stderr.splitlines() == [
+        f"there is no run in .autopipe/runs of {Path.cwd()}; runs are in the folder of their training, or in its "
+        "--work-dir",
+        "next: autopipe train model.py --gpus 2",
+    ]
     assert json.loads(run("runs", "--json").stdout)["runs"] == []
     assert not Path(".autopipe").exists()
 
