@@ -200,13 +200,15 @@ def _contender(contender: Contender) -> dict[str, Any]:
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
+    from autopipe.ir.plan import most_bytes
+
     return {
         "stages": len(plan.stages),
         "replicas": [stage.replicas for stage in plan.stages],
         "ranks": plan.num_ranks,
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
-        "peak_bytes": max(stage.peak_bytes for stage in plan.stages),
+        "peak_bytes": most_bytes(plan.stages),
         "predicted": dataclasses.asdict(plan.predicted),
     }
 

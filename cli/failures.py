@@ -91,6 +91,11 @@ def _usage(error: click.UsageError) -> tuple[str, str]:
         return what, error.remedy
     command = error.ctx.command_path if error.ctx is not None else "autopipe"
     if isinstance(error, click.NoSuchOption):
+        params = error.ctx.command.params if error.ctx is not None else []
+        options = {name for param in params for name in param.opts}
+        if error.option_name in ("--stages", "--num-stages") and "--gpus" in options:
+            number = "--gpus N --replicas never" if "--replicas" in options else "--gpus N"
+            return f"there is no option {error.option_name}; the number of stages is {number}", f"{command} --help"
         nearest = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
         what = f"there is no option {error.option_name}{f'. Did you mean {nearest[0]}?' if nearest else ''}"
     return what, f"{command} --help"

@@ -36,13 +36,13 @@ def runs_command(terminal: Terminal, work_dir: Path) -> None:
     Ctrl-C); unreadable (a file is missing or damaged); unknown (an earlier version wrote it). A narrow terminal has
     fewer columns; --json has everything.
     """
-    from autopipe.commands.inspecting.overview import overview
+    from autopipe.commands.inspecting.overview import overview, without_runs
     from autopipe.report import run_tables
 
     rows = overview(work_dir)
     terminal.document("runs", {"work_dir": work_dir, "runs": [documents.fields_of(row) for row in rows]})
     if not rows:
-        terminal.say(f"there is no run in {work_dir / 'runs'}")
+        terminal.say(without_runs(work_dir))
         terminal.next("autopipe train model.py --gpus 2", work_dir=work_dir)
         return
     terminal.table(*run_tables.overview(rows, time.time(), terminal.width))

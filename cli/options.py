@@ -276,7 +276,7 @@ def shapes(function: Function) -> Function:
     """Add ``--max-shapes``, for the commands whose ranks read the data."""
     max_shapes = option(
         "--max-shapes",
-        type=click.IntRange(min=0),
+        type=types.COUNT_OR_NONE,
         default=MAX_SHAPES,
         show_default=True,
         help="Further shapes of the batch, such as image sizes, for which stage code is generated while training.",

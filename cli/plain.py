@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -43,4 +44,8 @@ def plain_command(
     terminal.notes(result.notes)
     terminal.table(f"{result.path}: {result.lines} lines, {result.steps} steps")
     terminal.document("plain", documents.fields_of(result))
-    terminal.next(f"python {result.path} model.safetensors")
+    loop = f"python {shlex.quote(str(result.path))}"
+    if run is None:
+        terminal.next(loop)
+    else:
+        terminal.next(f"autopipe export {shlex.quote(str(run))} -o model.safetensors", f"{loop} model.safetensors")

@@ -94,12 +94,12 @@ class Resuming(click.Command):
 )
 @options.option(
     "--checkpoint-every",
-    type=click.IntRange(min=0),
+    type=types.COUNT_OR_NONE,
     metavar="K",
     help="Steps between checkpoints; 0: at the end only. [default: about 10 minutes by the plan's prediction]",
 )
 @options.option(
-    "--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps between evaluations; 0: never."
+    "--eval-every", type=types.COUNT_OR_NONE, default=0, metavar="K", help="Steps between evaluations; 0: never."
 )
 @options.option(
     "--audit-every",
@@ -119,7 +119,7 @@ class Resuming(click.Command):
 @options.compiling
 @options.deferring
 @options.option(
-    "--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="Number to keep; 0: all."
+    "--keep-checkpoints", type=types.COUNT_OR_NONE, default=3, show_default=True, help="Number to keep; 0: all."
 )
 @options.option(
     "--resume",
@@ -129,7 +129,7 @@ class Resuming(click.Command):
 )
 @options.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=types.COUNT_OR_NONE,
     metavar="N",
     help="If a rank fails, resume from the last checkpoint, up to N times. [default: 0; 3 with --elastic]",
 )
@@ -270,7 +270,7 @@ def eval_command(
     type=types.one_of("format", *EXPORT_FORMATS),
     help="hf: a folder of safetensors files with an index, as Hugging Face uses. [default: by the name]",
 )
-@options.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. [default: the newest]")
+@options.option("--step", type=types.COUNT_OR_NONE, help="Step of the checkpoint. [default: the newest]")
 @options.option("--ema", "averaged", is_flag=True, help="Write the averaged weights of `train --ema`.")
 @named_again[0]
 @named_again[1]

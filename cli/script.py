@@ -3,17 +3,76 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 
 from . import launching, options, submitting, types
+from .failures import Mistyped
 from .terminal import Terminal
 
 
-@click.command("run", context_settings={"ignore_unknown_options": False})
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+class ScriptFile(click.Path):
+    """A file that exists. The error for another name suggests a similar one."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if not Path(value).exists():
+            from autopipe.workload.target.targets import nearby
+
+            raise Mistyped(f"file not found: {value}", nearby(Path(value)), ctx)
+        return super().convert(value, param, ctx)
+
+
+class Run(click.Command):
+    """The command. Its error for an unknown option shows where the options of the script belong."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words. Raises: click.UsageError."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.possibilities:
+                raise
+            own, theirs = self._divided(given)
+            command = shlex.join(["autopipe", "run", *own, "--", *theirs])
+            what = f"there is no option {error.option_name}; arguments of the script follow --"
+            raise Mistyped(what, command, ctx) from None
+
+    def _divided(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Return the words of this command, and those of the script: other options, and what follows them."""
+        options = {name: option for option in self.params for name in option.opts if name.startswith("-")}
+        own: list[str] = []
+        theirs: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            name, equals, _ = word.partition("=")
+            if word == "--":
+                theirs += rest
+            elif name in options:
+                option = options[name]
+                takes = isinstance(option, click.Option) and not (option.is_flag or option.count or equals)
+                own += [word, next(rest, "")] if takes else [word]
+            elif not word.startswith("-") and (not theirs or (Path(word).is_file() and not _has_file(own))):
+                own.append(word)
+            else:
+                theirs.append(word)
+        return own, theirs
+
+
+def _has_file(words: list[str]) -> bool:
+    """Return whether a Python file is among the words."""
+    return any(word.endswith(".py") for word in words)
+
+
+@click.command("run", cls=Run, context_settings={"ignore_unknown_options": False})
+@click.argument("script", type=ScriptFile())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @options.option(
     "--gpus",
@@ -23,7 +82,7 @@ from .terminal import Terminal
 )
 @options.option(
     "--check",
-    type=click.IntRange(min=0),
+    type=types.COUNT_OR_NONE,
     default=2,
     show_default=True,
     metavar="K",

@@ -32,15 +32,18 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
 
 
 class Count(click.IntRange):
-    """A whole number of at least 1. Its upper limit appears only in the error for a larger number."""
+    """A whole number with a lower limit. The upper one appears only in the error for a larger number."""
 
-    def __init__(self, maximum: int) -> None:
-        super().__init__(min=1)
-        self.maximum = maximum
+    def __init__(self, maximum: int, minimum: int = 1) -> None:
+        super().__init__(min=minimum)
+        self.minimum, self.maximum = minimum, maximum
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
-        number = int(super().convert(value, param, ctx))
+        try:
+            number = int(super().convert(value, param, ctx))
+        except click.BadParameter:
+            self.fail(f"{value} is not a whole number of at least {self.minimum}", param, ctx)
         if number > self.maximum:
             self.fail(f"{number} is above the maximum of {self.maximum}", param, ctx)
         return number
@@ -56,10 +59,11 @@ class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         self.known = known
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name if it is known."""
-        if value not in self.known():
-            self.fail(unknown_choice(self.kind, str(value), self.known()), param, ctx)
-        return str(value)
+        """Return the name if it is known, in whatever case it was written."""
+        for name in self.known():
+            if str(value).lower() == name.lower():
+                return name
+        raise click.BadParameter(unknown_choice(self.kind, str(value), self.known()), ctx, param)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Return the names as the metavar."""
@@ -174,5 +178,6 @@ NUMBER = Parsed("number", _number)
 SIZES = Parsed("n,n,...", _sizes)
 PAIR = Parsed("name=value", _pair)
 COUNT = Count(2**31 - 1)
+COUNT_OR_NONE = Count(2**31 - 1, minimum=0)
 RANKS = Count(2**17)
 SEED = Parsed("integer", _seed)

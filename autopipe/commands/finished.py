@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from autopipe.commands.evaluation import record, refuse_impossible
-from autopipe.commands.inspecting.overview import locate
+from autopipe.commands.inspecting.overview import locate, without_runs
 from autopipe.commands.models import Model
 from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
@@ -44,9 +44,7 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
     store = Store(work_dir)
     with_checkpoint = [path for path in store.runs() if checkpoints.steps(RunDirectory(path).checkpoints)]
     if not with_checkpoint:
-        raise RunError(
-            f"there is no run with a checkpoint in {store.path / 'runs'}", remedy="autopipe train TARGET --gpus N"
-        )
+        raise RunError(without_runs(work_dir, "run with a checkpoint"), remedy="autopipe train TARGET --gpus N")
     return with_checkpoint[-1]
 
 

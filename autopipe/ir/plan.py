@@ -104,6 +104,11 @@ def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
     return used
 
 
+def most_bytes(stages: Iterable[Stage]) -> int:
+    """Return the memory of the rank that needs the most."""
+    return max(bytes_by_rank(stages).values())
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A tensor that crosses between stages: made by one stage, and sent directly to each consumer.

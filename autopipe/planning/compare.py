@@ -16,6 +16,7 @@ from autopipe.planning.search.alternatives import Score, data_parallel_plan
 
 SINGLE = "single device"
 PARALLEL = "data parallel"
+STRAIGHT = "best straight pipeline"
 THIS = "this plan"
 Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
@@ -84,7 +85,7 @@ def comparison(
     others = (
         _contender(SINGLE, lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
         _contender(PARALLEL, lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
-        _contender("best straight pipeline", lambda: pipeline or fit(any_of(unreplicated))),
+        _contender(STRAIGHT, lambda: pipeline or fit(any_of(unreplicated))),
     )
     # of equally fast plans, the plan of the command wins, then the pipeline
     known = [plan for plan in (current, *(row.plan for row in reversed(others))) if plan is not None]
@@ -92,7 +93,9 @@ def comparison(
         *others,
         _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(replicated)), known)),
     )
-    text = verdict(contenders) + _advice(contenders, current)
+    text = verdict(contenders) + (
+        _advice(contenders, current) or _to_a_pipeline(contenders, current, options.num_ranks)
+    )
     known_already = current is None or any(row.plan is not None and _same(row.plan, current) for row in contenders)
     return Comparison(contenders if known_already else (*contenders, Contender(THIS, current)), text, current)
 
@@ -115,6 +118,13 @@ def _advice(contenders: tuple[Contender, ...], current: Plan | None) -> str:
     return (
         f" The plan of this command is not the best one: {current.predicted.samples_per_second:.4g} samples/s{chosen}."
     )
+
+
+def _to_a_pipeline(contenders: tuple[Contender, ...], current: Plan | None, num_ranks: int) -> str:
+    """Return, if the plan of the command has one stage, a sentence with the option that gives a pipeline."""
+    possible = any(row.name == STRAIGHT and row.plan is not None for row in contenders)
+    one_stage = current is not None and len(current.stages) == 1
+    return " For a pipeline: --replicas never." if one_stage and possible and num_ranks > 1 else ""
 
 
 def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:

@@ -18,6 +18,7 @@ from autopipe.units import in_bytes, in_seconds
 
 MOST_DRAWN = 8192  # pairs of a rank and a microbatch: more take seconds to simulate, and cannot be seen
 DRAWN_RANKS = 32
+LITTLE = 0.05  # of the memory of a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,11 @@ def lines(numbers: Fit, plan: Plan) -> str:
         parts.append(f"MFU {numbers.mfu:.0%}")
     parts.append(f"bubble {predicted.bubble_fraction:.0%}")
     hint = ""
+    left = numbers.memory_bytes - numbers.most_bytes
+    if numbers.memory_bytes and left < LITTLE * numbers.memory_bytes:
+        hint += f"\nlittle to spare: {in_bytes(max(left, 0))} by estimate; --gpu-memory SIZE plans for less memory"
     if numbers.other_precision:
-        hint = f"\nplanned in fp32, as the model is; for mixed precision, add --precision {numbers.other_precision}"
+        hint += f"\nplanned in fp32, as the model is; for mixed precision, add --precision {numbers.other_precision}"
     return (
         f"fits {numbers.devices} x {numbers.device} in {numbers.precision}: at most "
         f"{in_bytes(numbers.most_bytes)}{of} on a device\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, most_bytes
 from autopipe.units import in_bandwidth, in_bytes, in_seconds
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def comparison(comparison: Comparison | None) -> tuple[Any, ...]:
             in_seconds(plan.predicted.step_seconds),
             f"{plan.predicted.samples_per_second:.4g}",
             f"{plan.predicted.bubble_fraction:.0%}" if plan.num_ranks > 1 else "-",
-            in_bytes(max(stage.peak_bytes for stage in plan.stages)),
+            in_bytes(most_bytes(plan.stages)),
         )
     return (table, *reasons, comparison.verdict)
 
@@ -125,7 +125,7 @@ def scaling(scaling: Scaling) -> tuple[Any, ...]:
             in_seconds(plan.predicted.step_seconds),
             f"{plan.predicted.samples_per_second:.4g}",
             f"{point.device_hours:.4g}",
-            in_bytes(max(stage.peak_bytes for stage in plan.stages)),
+            in_bytes(most_bytes(plan.stages)),
         )
     return (
         table,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.ir.plan import Plan, Stage, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.report import grids, rates
 from autopipe.report.text import in_ranges
@@ -113,7 +114,10 @@ def block_table(profile: Profile, most: int = 12) -> Table:
 
 
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
-    """Return one row per stage: its modules, the time of a microbatch, its memory, and the bytes that it sends."""
+    """Return one row per stage: its modules, the time of a microbatch, its memory, and the bytes that it sends.
+
+    What is to spare is what all stages of a rank leave of its device.
+    """
     members = f" of {plan.team} members" if plan.team > 1 else ""
     table = new_table(
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}{members}, {plan.schedule}, "
@@ -127,16 +131,16 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         "sends",
         left=3,
     )
+    used = bytes_by_rank(plan.stages)
     for stage in plan.stages:
         sent = sum(b.bytes * len(b.consumers) for b in plan.boundaries if b.producer == stage.index)
-        limit = cluster.device(stage.ranks[0]).memory_bytes
         table.add_row(
             str(stage.index),
             in_ranges(stage.ranks),
             stage.name + _RECOMPUTED[stage.recompute],
             in_seconds(stage.seconds),
             in_bytes(stage.peak_bytes),
-            in_bytes(limit - stage.peak_bytes) if limit else "no limit",
+            _to_spare(stage, used, cluster),
             in_bytes(sent) if sent else "-",
         )
     return table
@@ -197,12 +201,17 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
     used = bytes_by_rank(plan.stages)
     table = new_table(f"memory with {plan.schedule}", "stage", "ranks", "modules", "at most", "to spare", left=3)
     for stage in plan.stages:
-        rank = max(stage.ranks, key=lambda rank: used[rank])
-        limit = cluster.memory_of(rank)
-        left = limit - used[rank]
-        spare = "no limit" if not limit else in_bytes(left) if left >= 0 else f"{in_bytes(-left)} too much"
+        spare = _to_spare(stage, used, cluster)
         table.add_row(str(stage.index), in_ranges(stage.ranks), stage.name, in_bytes(stage.peak_bytes), spare)
     return table
+
+
+def _to_spare(stage: Stage, used: Mapping[int, int], cluster: Cluster) -> str:
+    """Return the free memory of the fullest device of a stage, with all stages of that device."""
+    rank = max(stage.ranks, key=lambda rank: used[rank])
+    limit = cluster.memory_of(rank)
+    left = limit - used[rank]
+    return "no limit" if not limit else in_bytes(left) if left >= 0 else f"{in_bytes(-left)} too much"
 
 
 def check(report: CheckReport) -> tuple[Any, ...]:

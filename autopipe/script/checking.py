@@ -116,6 +116,7 @@ class Reference:
             controller.notes.say(f"not checked: the script in a process of its own ended before {self.steps} steps")
             return
         self.compare(controller, text, answer["output"], answer["weights"])
+        controller.notes.synchronized()
 
     def compare(self, controller: Controller, text: str, expected: str, weights: dict[str, Tensor]) -> None:
         """Compare output and weights.
@@ -139,10 +140,10 @@ class Reference:
                 f"{lines[0]!r} here, {lines[1]!r} in a process of its own"
             )
         else:
-            cut = ", which joins the outputs of the same parts," if controller.parts is not None else ""
+            other = "one process" if controller.parts is None else "one process that joins the same parts"
             controller.notes.say(
-                f"checked: {len(weights)} tensors and standard output are those of the script in a process of its own"
-                f"{cut} after {self.steps} optimizer steps"
+                f"checked: {len(weights)} tensors and standard output equal those of {other}, "
+                f"after {self.steps} optimizer steps"
             )
 
     def end(self) -> None:

@@ -102,7 +102,9 @@ class Controller:
     def fetch(self, key: int) -> Any:
         """Return a value of the last rank. All ranks execute what waits."""
         self.notes.read(place())
-        return self._ask_last(["fetch", key])
+        value = self._ask_last(["fetch", key])
+        self.notes.synchronized()
+        return value
 
     def describe(self, keys: list[int]) -> Any:
         """Return shape, strides, dtype and need of a gradient of values whose shape depends on the data."""
@@ -346,3 +348,4 @@ class Controller:
         self.weights.touch(())
         if self.weights.stale:
             self.weights.gather()
+            self.notes.synchronized()

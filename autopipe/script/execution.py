@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import os
 import sys
 import traceback
 import types
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from autopipe.errors import AutopipeError
 from autopipe.generate.loader import run_text
+
+_OWN = str(Path(__file__).resolve().parents[1])
 
 INTERRUPTED = -1
 """The code of a run that Ctrl-C ended: the process should end by the signal, as python does."""
@@ -64,12 +67,33 @@ def _code_of(end: SystemExit) -> int:
 
 
 def _print(error: BaseException, *, of_script: bool = True) -> None:
-    """Write the traceback as python would: from the script's first line on."""
+    """Write the traceback as python would: from the script's first line on.
+
+    After Ctrl-C, and for an error of autopipe, it ends in the script.
+    """
     frames = error.__traceback__
-    own = str(Path(__file__).resolve().parents[1])
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(own):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
         frames = frames.tb_next
+    shown = traceback.TracebackException(type(error), error, frames)
+    if isinstance(error, KeyboardInterrupt) or not of_script:
+        _end_in_the_script(shown)
     if of_script:
-        traceback.print_exception(type(error), error, frames)
+        shown.print()
     else:
-        sys.stderr.write("Traceback (most recent call last):\n" + "".join(traceback.format_tb(frames)))
+        sys.stderr.write("Traceback (most recent call last):\n" + "".join(shown.stack.format()))
+
+
+def _end_in_the_script(shown: traceback.TracebackException) -> None:
+    """Remove what the script called in autopipe, and the exceptions that autopipe was handling."""
+    first = next((i for i, frame in enumerate(shown.stack) if frame.filename.startswith(_OWN)), None)
+    if first is not None:
+        torch = getattr(sys.modules.get("torch"), "__file__", None)
+        while torch and first and shown.stack[first - 1].filename.startswith(f"{Path(torch).parent}{os.sep}"):
+            first -= 1  # torch's way to autopipe: a hook or the dispatch of a function
+        del shown.stack[first:]
+    for name in ("__cause__", "__context__"):
+        other = getattr(shown, name)
+        if other is not None:
+            _end_in_the_script(other)
+            if not other.stack:
+                setattr(shown, name, other.__context__)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+import time
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from autopipe.units import in_seconds
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
 
 
 class Notes:
-    """Counts of one run, and the lines about them. ``quiet``: write nothing."""
+    """Counts of one run, and the lines about them."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet
+    def __init__(self, *, quiet: bool = False, untimed: int = 1) -> None:
+        """``quiet``: write nothing. ``untimed``: first steps, which do more than later ones."""
+        self.quiet, self.untimed = quiet, untimed
+        self._steps = 0
+        self._computed: list[tuple[int, float]] = []  # a number of steps, and when the ranks had computed them
         self.reads: Counter[str] = Counter()  # file:line -> times that the script waited for a number there
         self.gathers: Counter[str] = Counter()  # file:line -> times that weights were brought here
         self._forwards = self._backwards = 0  # of this optimizer step
@@ -59,7 +68,8 @@ class Notes:
         self._backwards += 1
 
     def step(self, controller: Controller) -> None:
-        """Report after the first step of several microbatches, or the first at all."""
+        """Count a step; report after the first one of several microbatches, or the first at all."""
+        self._steps += 1
         count, reads = self._backwards, self._recent
         if not self._reported and count:
             self._reported = True
@@ -78,8 +88,8 @@ class Notes:
             return
         if count == 1:
             self.say(
-                "no overlap between stages: each optimizer step has one forward and backward. The model is divided "
-                f"over {stages} processes, and training is not faster. Accumulation in the script gives overlap"
+                "no overlap between stages, and training is not faster: each optimizer step has one backward. "
+                "For overlap: accumulation in the script, or --num-microbatches 4"
             )
             return
         faster = count * whole / (whole + (count - 1) * slowest)
@@ -92,7 +102,7 @@ class Notes:
             return
         self.say(
             f"overlap from the script's accumulation of {count} microbatches: {faster:.2f} times the speed of one "
-            "process is predicted, by counted operations"
+            "process is predicted"
         )
 
     def start(self, controller: Controller) -> None:
@@ -102,8 +112,25 @@ class Notes:
         for line in controller.parts.lines() if controller.parts is not None else ():
             self.say(line)
 
+    def untrained(self, script: Path, names: Mapping[str, Any], stages: int) -> None:
+        """Say that no model ran in stages, and what runs a model file. ``names``: those that the script defines."""
+        self.say("no model was trained: nothing ran in stages")
+        hooks = [name for name in ("build_model", "data", "loss") if callable(names.get(name))]
+        if "build_model" in hooks or len(hooks) == 2:
+            command = f"autopipe train {shlex.quote(str(script))} --gpus {stages}"
+            self.say(f"{script} defines {' and '.join(hooks)}, as a model file does; try: {command}")
+
+    def synchronized(self) -> None:
+        """Note the time at which the ranks have computed all steps so far."""
+        if self._steps >= self.untimed and self._steps not in dict(self._computed):
+            self._computed[1:] = [(self._steps, time.monotonic())]
+
     def end(self) -> None:
-        """Say where weights were read most."""
+        """Say how long a step took, and where weights were read most."""
+        if len(self._computed) == 2:
+            (first, begin), (last, end) = self._computed
+            each = in_seconds((end - begin) / (last - first))
+            self.say(f"{self._steps} optimizer steps; {each} each after the first {first}, with the script's own work")
         many = [(where, times) for where, times in self.gathers.most_common(3) if times > 3]
         if many:
             places = ", ".join(f"{where} ({times} times)" for where, times in many)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.script import patches as patching
 from autopipe.script import refusals
 from autopipe.script.checking import Reference
@@ -43,11 +44,14 @@ def run_script(
         text = script.read_bytes()
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
-    notes = Notes(quiet=quiet)
+    cores = len(os.sched_getaffinity(0))
+    notes = Notes(quiet=quiet, untimed=max(steps, 1))
     if not places.are_remote:
         places.server = RankServer.forked()
     for note in places.check():
         notes.say(note)
+    if not places.are_remote and places.count > cores:
+        notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
     installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
     reference = None
     if steps:
@@ -69,7 +73,7 @@ def run_script(
             for controller in patching.starting:
                 controller.release()
             if not patching.starting:
-                notes.say("no model was trained: nothing ran in stages")
+                notes.untrained(script, vars(sys.modules["__main__"]), places.count)
             notes.end()
     except AutopipeError as error:
         report(error)

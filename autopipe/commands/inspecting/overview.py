@@ -32,6 +32,13 @@ def run_directories(work_dir: Path) -> dict[str, Path]:
     return dict(sorted(runs.items(), reverse=True)) | dict(sorted(of_sweeps.items()))
 
 
+def without_runs(work_dir: Path, kind: str = "run") -> str:
+    """Return the message for a work directory without such a run: runs are where their training was started."""
+    runs = work_dir / "runs"
+    of = "" if runs.is_absolute() else f" of {Path.cwd()}"
+    return f"there is no {kind} in {runs}{of}; runs are in the folder of their training, or in its --work-dir"
+
+
 def locate(given: Path | None, work_dir: Path) -> tuple[str, Path]:
     """Return name and directory of a run that the user named, by its name or its directory; None: of the newest.
 
@@ -40,7 +47,7 @@ def locate(given: Path | None, work_dir: Path) -> tuple[str, Path]:
     known = run_directories(work_dir)
     if given is None:
         if not known:
-            raise RunError(f"there is no run in {work_dir / 'runs'}", remedy="autopipe train TARGET --gpus N")
+            raise RunError(without_runs(work_dir), remedy="autopipe train TARGET --gpus N")
         return next(iter(known.items()))
     if (given / "job.json").is_file():
         return next((name for name, path in known.items() if path.resolve() == given.resolve()), str(given)), given

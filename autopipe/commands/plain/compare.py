@@ -30,6 +30,16 @@ for name in unequal:
 print(f"{len(mine) - len(unequal)} of {len(mine)} tensors are equal, bit for bit")
 sys.exit(bool(unequal))
 """
+_MISSING = """
+for name in sys.argv[1:]:
+    if not os.path.isfile(name){averaged}:
+        sys.exit(f"there is no file {{name}}: write it with `autopipe export RUN -o {{name}}`, or give no argument")
+"""
+
+
+def refusal(*, averages: bool) -> str:
+    """Return the statement that ends the script before it trains if the file to compare with is missing."""
+    return _MISSING.format(averaged=' and name != "--ema"' if averages else "")
 
 
 def comparison(own_loss: str, *, averages: bool) -> str:

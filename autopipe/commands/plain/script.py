@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.commands.plain.compare import comparison
+from autopipe.commands.plain.compare import comparison, refusal
 from autopipe.commands.plain.cutting import SAMPLES, SPLIT
 from autopipe.commands.plain.draws import DRAWS, OPAQUE
 from autopipe.workload.target.scripts import imports_its_name, package_of
@@ -130,7 +130,7 @@ def _load_arguments(location: str) -> str:
 
 def script(loop: PlainLoop) -> str:
     """Return the text of the script."""
-    parts = [_docstring(loop), _imports(loop), _constants(loop), _HEAD]
+    parts = [_docstring(loop), _imports(loop), refusal(averages=bool(loop.ema)), _constants(loop), _HEAD]
     parts += [DRAWS] if loop.draws else []
     parts += [OPAQUE] if loop.opaque else []
     parts += [_BATCHES.format(data=loop.data), SAMPLES[loop.counted], SPLIT[loop.cut]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
-from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.ir.plan import Plan, most_bytes
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
@@ -182,7 +182,7 @@ def _tiles(subject: Subject) -> tuple[tuple[str, str, str], ...]:
         ),
         ("idle", *_idle(subject)),
     ]
-    used = max(bytes_by_rank(plan.stages).values())
+    used = most_bytes(plan.stages)
     peaks = _measured_bytes(history)
     tiles.append(
         (

@@ -122,17 +122,14 @@ class Parts:
         backward = [stage.backward_seconds for stage in plan.stages]
         one = sum(forward) + sum(backward)
         faster = count * one / (one + (count - 1) * (max(forward) + max(backward)))
-        sizes = ", ".join(map(str, self.sizes))
+        sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         lines = [
-            f"each training batch is cut into {count} parts along dimension 0 (of {sizes} samples), all forwards "
-            f"before all backwards: {faster:.2f} times the speed of one process is predicted, by counted operations",
-            "not bit-equal to python: gradients are sums over parts, in another order. The loss is that of the whole "
-            "batch. Evaluation is not cut",
+            f"each training batch is cut into {count} parts of {sizes}: "
+            f"{faster:.2f} times the speed of one process is predicted",
+            "not bit-equal to python: gradients are sums over parts",
         ]
         if any(program.draws for program in controller.programs):
-            lines.append(
-                "not equal to python: each part draws its random numbers (dropout) after those of the part before"
-            )
+            lines.append("not equal to python: each part draws its random numbers (dropout)")
         norms = batch_norms(controller.model)
         if norms:
             others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from autopipe.errors import AutopipeError, TraceError, WorkerError
+from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.capture import Program, Recording, record
 from autopipe.script.calls.effects import DoneError, UnsettledError, settle
 from autopipe.script.calls.fingerprint import signature_of
@@ -93,7 +93,8 @@ class Programs:
         what = error.what if isinstance(error, AutopipeError) else str(error)
         if grad:
             where = error.where if isinstance(error, AutopipeError) else ""
-            wrong = refused(f"this call of the model cannot run in stages: {what}")
+            remedy = error.remedy if isinstance(error, PlanError) else ""
+            wrong = refused(f"this call of the model cannot run in stages: {what}", remedy)
             wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
             raise wrong from error
         self.controller.notes.here(place(), what)

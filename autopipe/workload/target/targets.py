@@ -142,7 +142,7 @@ def _import_file(location: str) -> ModuleType:
     if path.is_dir():
         raise _not_a_file(location)
     if not path.is_file():
-        raise ModelFileError(f"file not found: {location}", where=str(path), remedy=_nearby(path))
+        raise ModelFileError(f"file not found: {location}", where=str(path), remedy=nearby(path))
     package = package_of(path)
     _report(path.parent if package is None else package.root)
     if package is not None:
@@ -192,7 +192,8 @@ def _run(path: Path, name: str, location: str) -> ModuleType:
     return module
 
 
-def _nearby(path: Path) -> str:
+def nearby(path: Path) -> str:
+    """Return what to try instead of a file that does not exist: the most similar name, and the files of its folder."""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either; check the path"
     files = sorted(entry.name for entry in path.parent.glob("*.py"))

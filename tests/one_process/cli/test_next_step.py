@@ -68,6 +68,20 @@ def assert_short(done: Result, code: int, what: str, remedy: str) -> None:
         ("profile folder", 1, "folder is a folder, not a Python file", "give a file that ends in .py"),
         ("profile .", 1, ". is a folder, not a Python file", "name one of its files: empty.py"),
         ("profile notes.txt", 1, "notes.txt is not a Python file", "give a file that ends in .py"),
+        ("run emptyy.py", 2, "file not found: emptyy.py", "did you mean empty.py?"),
+        ("run empty.py --gpu 2", 2, "there is no option --gpu. Did you mean --gpus?", "autopipe run --help"),
+        (
+            "run empty.py --batch-size 32 --lr=1 --gpus 2 -v",
+            2,
+            "there is no option --batch-size; arguments of the script follow --",
+            "autopipe run empty.py --gpus 2 -v -- --batch-size 32 --lr=1",
+        ),
+        (
+            "run --gpus=2 --batch-size 32 empty.py --check 0 -- words",
+            2,
+            "there is no option --batch-size",
+            "autopipe run --gpus=2 empty.py --check 0 -- --batch-size 32 words",
+        ),
         ("profile empty.py", 1, "no model found in empty.py", "define build_model()"),
     ],
 )
@@ -120,7 +134,11 @@ def test_without_torch_the_error_says_how_to_install_it(words: str, tmp_path: Pa
 def test_runs_says_how_to_begin_in_an_empty_folder(run: Callable[..., Result]) -> None:
     done = run("runs")
     assert (done.exit_code, done.stdout) == (0, "")
-    assert done.stderr.splitlines() == ["there is no run in .autopipe/runs", "next: autopipe train model.py --gpus 2"]
+    assert done.stderr.splitlines() == [
+        f"there is no run in .autopipe/runs of {Path.cwd()}; runs are in the folder of their training, or in its "
+        "--work-dir",
+        "next: autopipe train model.py --gpus 2",
+    ]
     assert json.loads(run("runs", "--json").stdout)["runs"] == []
     assert not Path(".autopipe").exists()
 

@@ -74,6 +74,9 @@ def test_the_table_has_four_plans_and_a_verdict(run):
     for words in ("single device", "data parallel", "best straight pipeline", "best plan", "samples/s"):
         assert words in done.stdout
     assert "A pipeline does not pay here: data parallel is the fastest" in done.stdout
+    assert "For a pipeline: --replicas never." in done.stdout
+    straight = run("--gpus", "2", *HERE, "--replicas", "never")
+    assert "For a pipeline" not in straight.stdout and " stages on 2 ranks" in straight.stdout
 
 
 def test_json_contains_the_comparison_and_the_explanation(run):

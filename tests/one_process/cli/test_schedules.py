@@ -35,7 +35,7 @@ def stored():
 
 
 def test_options_of_a_schedule_are_stored_until_another_schedule_is_named(run):
-    run("plan", "--gpus", "4", *HERE, "--schedule", "pipedream", "--vertical-sync", "--warmup-depth", "2")
+    run("plan", "--gpus", "4", *HERE, "--schedule", "PipeDream", "--vertical-sync", "--warmup-depth", "2")
     assert stored().schedule_options == {"vertical_sync": 1, "depth": 2}
     run("plan", "--gpus", "2", *HERE, "--schedule", "interleaved", "--stages-per-rank", "3")
     assert stored().schedule_options == {"stages_per_rank": 3}

@@ -142,5 +142,6 @@ def test_the_plain_loop_imports_a_module_of_a_package(write: Write, tmp_path: Pa
         path = write("run/toykit.py", head + "from toykit import make\n" + HOOKS)
     done = run("plain", str(path), "--batch-size", "4", "--num-microbatches", "2", "--steps", "1", "-o", "loop.py")
     assert done.exit_code == 0, done.stderr
+    assert "next: python loop.py\n" in done.output  # no run, so there are no exported weights to compare with
     printed = run_warm(str(tmp_path / "loop.py"), cwd=tmp_path)
     assert printed.stdout.startswith("step 1: loss "), printed.stderr

@@ -112,6 +112,10 @@ def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> No
     run_warm(str(tmp_path / "loop.py"), cwd=tmp_path)
     saved = torch.load(tmp_path / "plain.pt", weights_only=True)
     assert saved.keys() == subject.workload.build_model().state_dict().keys()
+    (tmp_path / "plain.pt").unlink()
+    done = run_warm(str(tmp_path / "loop.py"), "model.safetensors", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "there is no file model.safetensors: write it with `autopipe export RUN -o model.safetensors`" in done.stderr
 
 
 def test_no_text_of_a_plan_becomes_code_of_the_script(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The lines of ``autopipe run`` on standard error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopipe.script.batches.parts import Parts
+from autopipe.script.notes import Notes
+
+Lines = Any
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    """Return a function that returns the lines that were written since its last call."""
+    return lambda: capsys.readouterr().err.replace("autopipe run: ", "").splitlines()
+
+
+@pytest.mark.parametrize("names", [("build_model",), ("data", "loss"), ("build_model", "data", "loss")])
+def test_a_model_file_that_runs_as_a_script_is_recognized(names: tuple[str, ...], lines: Lines) -> None:
+    Notes().untrained(Path("an adapter.py"), dict.fromkeys(names, print), 3)
+    assert lines() == [
+        "no model was trained: nothing ran in stages",
+        f"an adapter.py defines {' and '.join(names)}, as a model file does; try: "
+        "autopipe train 'an adapter.py' --gpus 3",
+    ]
+
+
+def test_another_script_that_trains_nothing_is_no_model_file(lines: Lines) -> None:
+    Notes().untrained(Path("train.py"), {"data": [1], "loss": 1.0, "optimizer": print}, 2)
+    assert lines() == ["no model was trained: nothing ran in stages"]
+
+
+class Controller:
+    """What the notes read of a controller."""
+
+    parts = None
+
+    class plan:
+        stages = [SimpleNamespace(forward_seconds=1.0, backward_seconds=2.0)] * 2
+
+
+def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> None:
+    notes = Notes()
+    notes.backward()
+    notes.step(Controller())  # type: ignore[arg-type]
+    assert lines() == [
+        "no overlap between stages, and training is not faster: each optimizer step has one backward. "
+        "For overlap: accumulation in the script, or --num-microbatches 4"
+    ]
+
+
+def test_the_last_line_has_the_seconds_of_a_step(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 14.0, 18.0, 22.0])
+    monkeypatch.setattr("autopipe.script.notes.time.monotonic", lambda: next(now))
+    notes = Notes(untimed=2)
+    for step in range(1, 9):
+        notes.step(Controller())  # type: ignore[arg-type]
+        if step % 2 == 0 or step == 1:  # the first step is not timed
+            notes.synchronized()
+            notes.synchronized()  # another read of this step
+    notes.end()
+    assert lines()[-1] == "8 optimizer steps; 2.00 s each after the first 2, with the script's own work"
+
+
+def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
+    notes = Notes(untimed=2)
+    for _ in range(2):
+        notes.step(Controller())  # type: ignore[arg-type]
+        notes.synchronized()
+    notes.end()
+    assert lines() == []
+
+
+def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopipe.script.batches.parts.batch_norms", lambda model: [])
+    controller = SimpleNamespace(plan=Controller.plan, programs=[SimpleNamespace(draws=())], model=None)
+    parts = Parts(controller, 4)  # type: ignore[arg-type]
+    for sizes, shown in (((2, 2, 2, 2), "2"), ((3, 3, 2, 2), "2 to 3")):
+        parts.sizes = sizes
+        assert parts.lines() == [
+            f"each training batch is cut into 4 parts of {shown}: 1.60 times the speed of one process is predicted",
+            "not bit-equal to python: gradients are sums over parts",
+        ]
