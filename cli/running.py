@@ -24,6 +24,8 @@ LOADING = {
     "hf": 'from_pretrained("{path}") of transformers, after you copy the config.json of the model into the folder',
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
+LOADING_HF = 'from_pretrained("{path}") of the class of the model, as in transformers'
+CONFIG = "config.json"  # of an export that transformers can load as it is
 named_again = (
     options.option("--target", metavar="TARGET", help="The model; required if the run was not made by you."),
     options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
@@ -302,7 +304,8 @@ def export_command(
     )
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
-    terminal.next(LOADING[result.format].format(path=result.path))
+    has_config = (Path(result.path) / CONFIG).is_file()
+    terminal.next((LOADING_HF if has_config else LOADING[result.format]).format(path=result.path))
 
 
 def _refuse_without_target(given: dict[str, Any]) -> None:

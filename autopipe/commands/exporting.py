@@ -5,7 +5,8 @@ format           content
 ===============  ========================================================================================
 ``safetensors``  one file; ``model.load_state_dict(load_file(...), strict=True)``
 ``pt``           one file by ``torch.save``; ``torch.load(..., weights_only=True)``
-``hf``           a folder in Hugging Face's format: ``model-00001-of-0000N.safetensors`` and an index
+``hf``           a folder in Hugging Face's format: ``model-00001-of-0000N.safetensors`` and an index; for a model of
+                 transformers also its ``config.json``
 ``dcp``          a folder in the format of ``torch.distributed.checkpoint``; ``dcp.load(model.state_dict(), ...)``
 ===============  ========================================================================================
 
@@ -39,11 +40,15 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.weight_files import INDEX
 from autopipe.runtime.job import RunDirectory
+from autopipe.workload.target.targets import users_code
 
 SHARD_BYTES = 5 * 10**9
 _FOLDERS = ("hf", "dcp")
 # the files of an export in a folder; a folder with other files, such as a tokenizer, is not replaced
-_EXPORTED = re.compile(rf"{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors|\.metadata|__\d+_\d+\.distcp")
+CONFIG = "config.json"
+_EXPORTED = re.compile(
+    rf"{re.escape(INDEX)}|{re.escape(CONFIG)}|model-\d+-of-\d+\.safetensors|\.metadata|__\d+_\d+\.distcp"
+)
 
 
 def export(settings: ExportSettings) -> ExportResult:
@@ -55,13 +60,18 @@ def export(settings: ExportSettings) -> ExportResult:
     _refuse_taken(settings.output, kind)
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     source = _checkpoint(run, settings.step)
-    tensors = _Tensors(source, run.graph(), _model(run, source, settings.model), averaged=settings.averaged)
+    model = _model(run, source, settings.model)
+    tensors = _Tensors(source, run.graph(), model, averaged=settings.averaged)
+    config = _config(model) if kind in _FOLDERS else None
+    _refuse_other_config(settings.output, config)
     _refuse_sparse(tensors, kind)
     temporary = settings.output.with_name(f".{settings.output.name}.tmp")
     _remove(temporary)
     try:
         settings.output.parent.mkdir(parents=True, exist_ok=True)
         _WRITE[kind](temporary, tensors)
+        if config is not None and kind == "hf":
+            (temporary / CONFIG).write_text(config, encoding="utf-8")
         _share(temporary)
         _remove(settings.output)
         temporary.replace(settings.output)
@@ -106,15 +116,35 @@ def _refuse_taken(output: Path, kind: str) -> None:
         return
     if output.is_dir():
         if any(not _EXPORTED.fullmatch(path.name) for path in output.iterdir()):
-            raise RunError(
-                f"{output} is a folder that contains files other than an export",
-                remedy="export to another folder (-o), or empty this one",
-            )
+            raise _has_other_files(output)
     elif output.exists():
         raise RunError(
             f"{output} is a file, and the format {kind} is a folder",
             remedy="export to a folder (-o), or use --format safetensors or pt",
         )
+
+
+def _has_other_files(output: Path) -> RunError:
+    return RunError(
+        f"{output} is a folder that contains files other than an export",
+        remedy="export to another folder (-o), or empty this one",
+    )
+
+
+def _config(model: nn.Module) -> str | None:
+    """Return the text of ``config.json`` for a model that has a configuration as those of transformers; else None."""
+    write = getattr(getattr(model, "config", None), "to_json_string", None)
+    if not callable(write) or not callable(getattr(model, "save_pretrained", None)):
+        return None
+    with users_code("writing the configuration of the model", ""):
+        return str(write())
+
+
+def _refuse_other_config(output: Path, config: str | None) -> None:
+    """Refuse to replace a ``config.json`` with another one, or with none. Raises: RunError."""
+    path = output / CONFIG
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != config:
+        raise _has_other_files(output)
 
 
 def _refuse_sparse(tensors: _Tensors, kind: str) -> None:

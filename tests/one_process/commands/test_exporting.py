@@ -102,6 +102,33 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: 
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+CONFIGURED = """
+class Config:
+    def to_json_string(self):
+        return '{"model_type": "net"}'
+
+class Net(nn.Module):
+    config, save_pretrained = Config(), print  # as a model of transformers has
+"""
+
+
+def test_the_configuration_of_a_model_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "support.models.weights.MODEL", MODEL.replace("class Net(nn.Module):", CONFIGURED.strip("\n"), 1)
+    )
+    run = pipeline(tmp_path, save=True)
+    run.train(minibatches(run.captured.workload, 2, 8))
+    target = tmp_path / "out"
+    for kind, written in (("hf", True), ("hf", True), ("dcp", False), ("hf", True)):
+        export(ExportSettings(target, run=run.run.path, format=kind))
+        assert (target / "config.json").is_file() == written
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "net"}
+    (target / "config.json").write_text('{"model_type": "of the user"}')
+    with pytest.raises(RunError, match="is a folder that contains files other than an export"):
+        export(ExportSettings(target, run=run.run.path, format="hf"))
+    assert "of the user" in (target / "config.json").read_text()
+
+
 def test_a_changed_model_file_is_refused(run: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("nn.Linear(6, 6)", "nn.Linear(6, 6, bias=False)"))
     with pytest.raises(RunError, match="its file has changed since you named it"):
