@@ -12,6 +12,7 @@ from support.documentation.pages import KEYS, PAGES, REASONS, ROOT, Block, block
 
 import autopipe
 from autopipe.cli.main import autopipe as program
+from autopipe.cli.script import ScriptFile
 from autopipe.commands import options
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -58,7 +59,8 @@ def parse(words: list[str]) -> None:
 @pytest.fixture
 def any_path(monkeypatch):
     """Accept paths that do not exist: the reader has the files."""
-    monkeypatch.setattr(click.Path, "convert", lambda _self, value, _param, _ctx: value)
+    for kind in (click.Path, ScriptFile):
+        monkeypatch.setattr(kind, "convert", lambda _self, value, _param, _ctx: value)
 
 
 def test_the_pages_have_blocks():
