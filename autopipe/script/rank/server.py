@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -19,14 +20,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from autopipe.launch.rank.deferred import defer
-from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.title import find_arguments, set_title
 from autopipe.script.rank.serve import main
 
@@ -35,7 +35,8 @@ _MOST_BYTES = 1 << 16  # of a request
 _ANSWER_SECONDS = 60.0
 # of variables that libraries read when they are loaded
 _AT_LOAD = re.compile(
-    "(ATEN|CUDA|CUBLAS|CUDNN|DNNL|GLIBC|GOMP|KMP|LD|MALLOC|MKL|NCCL|NVIDIA|OMP|ONEDNN|PYTORCH|TORCH)_|PYTHON"
+    "(ATEN|BLIS|CUDA|CUBLAS|CUDNN|DNNL|GLIBC|GOMP|GOTO|HIP|HSA|KMP|LD|MALLOC|MIOPEN|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS"
+    "|PYTORCH|ROCBLAS|TORCH)_|PYTHON"
 )
 
 
@@ -47,6 +48,9 @@ class RankProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        self._handle: int | None = None  # None: the process has ended
+        with contextlib.suppress(OSError):
+            self._handle = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
@@ -62,83 +66,98 @@ class RankProcess:
                 code = self._status.recv(_NUMBER.size)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a rank", timeout or 0.0) from None
-            self.returncode = _NUMBER.unpack(code)[0] if len(code) == _NUMBER.size else -signal.SIGKILL
             self._status.close()
+            if len(code) != _NUMBER.size:  # it ends with the server, soon
+                self.kill()
+            self.returncode = _NUMBER.unpack(code)[0] if len(code) == _NUMBER.size else -signal.SIGKILL
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
         return self.returncode
 
     def kill(self) -> None:
         """End the process at once, if it runs."""
-        if self.poll() is None:
+        if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 class RankServer:
     """The server, from the side of the process that the script runs in."""
 
-    def __init__(self, pid: int, end: socket.socket) -> None:
-        self.pid, self._end, self._owner = pid, end, os.getpid()
-        self._inode = os.fstat(end.fileno()).st_ino
-        self._environment = dict(os.environ)
+    def __init__(self, end: socket.socket) -> None:
+        """``end``: a socket on which the server has sent its process id. Raises: OSError if it has not."""
+        end.settimeout(_ANSWER_SECONDS)
+        answer = end.recv(_NUMBER.size)
+        if len(answer) != _NUMBER.size:
+            raise OSError("the server did not start")
+        self.pid = _NUMBER.unpack(answer)[0]
+        self._end, self._owner, self._inode = end, os.getpid(), os.fstat(end.fileno()).st_ino
+        self._environment, self._inherited = dict(os.environ), _inherited()
 
     @classmethod
     def forked(cls) -> RankServer | None:
         """Fork the server; None where a forked process is not as good as a new one.
 
-        Call it before torch computes anything: beside other threads or a GPU context, nothing is forked.
+        Call it before torch computes anything: beside other threads or a GPU context, nothing is forked. The server is
+        no child of this process: a script may wait for all its children.
         """
         if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         arguments = find_arguments()
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-        except OSError:  # Linux before 5.3
-            return None
         if arguments is None:
             return None
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # its reader may be gone
                 stream.flush()  # or each rank would print what is buffered
+        try:
+            owner = os.pidfd_open(os.getpid())
+        except OSError:  # Linux before 5.3
+            return None
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
         try:
             pid = os.fork()
+            if pid == 0:
+                try:
+                    if os.fork() == 0:
+                        _serve(there, owner, arguments)
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            there.close()
+            return cls(here)
         except OSError:  # too many processes, or too little memory, at the moment
             here.close()
-            there.close()
             return None
-        if pid == 0:
-            here.close()
-            try:
-                die_with_parent()
-                if os.getppid() == parent:
-                    _serve(there, arguments)
-            finally:
-                os._exit(0)
-        there.close()
-        return cls(pid, here)
+        finally:
+            there.close()
+            os.close(owner)
 
     def start(self, words: Sequence[str], end: socket.socket) -> RankProcess | None:
         """Fork a rank. ``words``: the arguments of ``serve.main`` that follow the descriptor of the socket ``end``.
 
         None if the rank must be a new process: the script has changed a variable of the environment that libraries read
-        when they are loaded, or the server has ended.
+        when they are loaded, or a limit that processes inherit; or the server has ended.
         """
-        if not self._is_ours():
+        if not self._is_ours() or _inherited() != self._inherited:
             return None
         now, before = dict(os.environ), self._environment
         changed = {name: now.get(name) for name in now.keys() | before.keys() if now.get(name) != before.get(name)}
         if any(map(_AT_LOAD.match, changed)):
             return None
-        state = {"folder": str(Path.cwd()), "environment": changed, "cores": sorted(os.sched_getaffinity(0))}
+        state = {"folder": str(Path.cwd()), "environment": changed}
         request = json.dumps({"words": list(words), **state}).encode()
+        if len(request) > _MOST_BYTES:
+            return None
         here, there = socket.socketpair()
         with there:
             try:
-                self._end.settimeout(_ANSWER_SECONDS)
                 socket.send_fds(self._end, [request], [end.fileno(), there.fileno(), 2])
                 answer = self._end.recv(_NUMBER.size)
-            except OSError:
+            except OSError:  # its late answer would be taken for that to the next request
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                self._end.close()
                 answer = b""
         if len(answer) != _NUMBER.size:
             here.close()
@@ -153,79 +172,108 @@ class RankServer:
             return False
 
     def close(self) -> None:
-        """End the server. Its ranks end with it. Does nothing in a forked process."""
-        if not self._is_ours():
-            return
-        with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)  # also if a process of the script has a copy of it
-        self._end.close()
-        with contextlib.suppress(ChildProcessError):  # the script has waited for all its processes
-            os.waitpid(self.pid, 0)
+        """End the server, and return when it has ended. Its ranks end with it. Does nothing in a forked process."""
+        if self._is_ours():
+            with contextlib.suppress(OSError):
+                self._end.shutdown(socket.SHUT_WR)  # also if a process of the script has a copy of it
+                self._end.recv(_NUMBER.size)
+            self._end.close()
 
 
-def _serve(requests: socket.socket, arguments: tuple[int, int]) -> None:
-    """Fork the requested ranks, and report how they ended, until the socket is closed."""
+def _inherited() -> tuple[Any, ...]:
+    """Return what a new process would inherit from this one, other than its environment and its folder."""
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:7] == "RLIMIT_"}
+    priority = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return limits, priority, mask
+
+
+def _serve(requests: socket.socket, owner: int, arguments: tuple[int, int]) -> None:
+    """Fork the requested ranks, and report how they ended, until the socket is closed, or its owner has ended.
+
+    ``owner``: a descriptor of the process of the script.
+    """
     set_title("autopipe.script.rank server", arguments)
+    os.setsid()  # Ctrl-C reaches the process of the script only
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the exit codes of ranks are read
     defer()
     gc.freeze()  # what is imported stays: no rank copies its pages to find garbage
     gc.enable()
-    os.setsid()  # Ctrl-C reaches the process of the script only
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # a reader of what the script writes must see its end
+        os.dup2(nothing, descriptor)
+    _close_all_but({requests.fileno(), owner})
+    requests.send(_NUMBER.pack(os.getpid()))
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
+        selector.register(owner, selectors.EVENT_READ)
         running: dict[int, tuple[int, int]] = {}  # a descriptor of a rank's process -> its number, and where to report
         while True:
             for key, _ in selector.select():
-                if key.fd != requests.fileno():
-                    _report(key.fd, *running.pop(key.fd))
+                if key.fd in running:
+                    _report(*running.pop(key.fd))
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     continue
+                if key.fd == owner:
+                    return
                 text, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
                 if not text:
                     return
-                try:
-                    pid = os.fork()
-                except OSError:  # too many processes, or too little memory, at the moment
-                    for descriptor in descriptors:
-                        os.close(descriptor)
-                    requests.send(b"")
+                pid = 0
+                with contextlib.suppress(OSError):  # too many processes or files, or too little memory, at the moment
+                    pid = _fork_rank(text, arguments, descriptors)
+                    watched = os.pidfd_open(pid)
+                    running[watched] = pid, os.dup(descriptors[1])
+                    selector.register(watched, selectors.EVENT_READ)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if pid in {number for number, _ in running.values()}:
+                    requests.send(_NUMBER.pack(pid))
                     continue
-                if pid == 0:
-                    requests.close()
-                    for _, status in running.values():
-                        os.close(status)
-                    _become_rank(json.loads(text), arguments, *descriptors)
-                end, status, errors = descriptors
-                os.close(end)
-                os.close(errors)
-                watched = os.pidfd_open(pid)
-                running[watched] = pid, status
-                selector.register(watched, selectors.EVENT_READ)
-                requests.send(_NUMBER.pack(pid))
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                requests.send(b"")
 
 
-def _report(watched: int, pid: int, status: int) -> None:
+def _report(pid: int, status: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # its reader may be gone
         os.write(status, _NUMBER.pack(code))
     os.close(status)
 
 
-def _become_rank(request: dict[str, Any], arguments: tuple[int, int], end: int, status: int, errors: int) -> NoReturn:
-    """Serve as a rank in the forked process."""
+def _close_all_but(kept: Collection[int]) -> None:
+    """Close all descriptors from 3 on but some."""
+    with os.scandir("/proc/self/fd") as entries:
+        numbers = [int(entry.name) for entry in entries]
+    for number in numbers:
+        if number > 2 and number not in kept:
+            with contextlib.suppress(OSError):  # that of the folder itself
+                os.close(number)
+
+
+def _fork_rank(text: bytes, arguments: tuple[int, int], descriptors: Sequence[int]) -> int:
+    """Fork a rank; return its process id.
+
+    ``text``: the request. ``descriptors``: of the socket of the rank, of the one for its exit code, and of standard
+    error.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
     try:
-        rank, count, _, *others = request["words"]
-        set_title(f"autopipe.script.rank {rank}", arguments)
-        os.close(status)
+        end, _, errors = descriptors
         os.setsid()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
         os.dup2(errors, 1)  # standard output belongs to the script
         os.dup2(errors, 2)
-        os.close(nothing)
-        os.close(errors)
+        _close_all_but({end})
+        request = json.loads(text)
+        rank, count, _, *others = request["words"]
+        set_title(f"autopipe.script.rank {rank}", arguments)
         os.chdir(request["folder"])
-        os.sched_setaffinity(0, request["cores"])
         for name, value in request["environment"].items():
             os.environ.pop(name, None)
             if value is not None:

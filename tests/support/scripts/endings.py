@@ -1,11 +1,13 @@
 """A script that trains two steps and then ends in the way that its argument names."""
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -27,9 +29,14 @@ def train():
 
 
 def children():
-    """Return the ranks: processes of the server, which this process has started."""
-    processes = psutil.Process().children(recursive=True)
-    return [p.pid for p in processes if re.search(r"autopipe\.script\.rank \d", " ".join(p.cmdline()))]
+    """Return the ranks, which are in the folder of this process."""
+    ranks = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if re.search(r"autopipe\.script\.rank \d", title) and process.cwd() == str(Path.cwd()):
+                ranks.append((title, process.pid))
+    return [pid for _, pid in sorted(ranks)]
 
 
 def kill_a_starting_rank():
