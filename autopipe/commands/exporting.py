@@ -144,7 +144,10 @@ def _refuse_other_config(output: Path, config: str | None) -> None:
     """Refuse to replace a ``config.json`` with another one, or with none. Raises: RunError."""
     path = output / CONFIG
     if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != config:
-        raise _has_other_files(output)
+        raise RunError(
+            f"{path} is not the configuration of this model, and an export would replace it",
+            remedy="export to another folder (-o), or remove that file",
+        )
 
 
 def _refuse_sparse(tensors: _Tensors, kind: str) -> None:

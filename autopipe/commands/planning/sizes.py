@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
+from autopipe.commands.named import arguments_of
 from autopipe.errors import counted
-from autopipe.ir.profile import Profile
+from autopipe.ir.profile import COUNTED, Profile
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 COUNTED_SIZES = (1, 8)  # operations and bytes of sizes between them are interpolated: they grow with the batch
@@ -42,8 +42,10 @@ def unmeasured(profile: Profile, batch_size: int) -> str:
     seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in largest.costs.values())
     if not better or not profile.graph.symbols or better[0] / size * seconds > QUICK_SECONDS:
         return ""
+    if profile.device.kind == COUNTED:  # it has no times, and larger sizes were counted as far as they are quick
+        return ""
     sizes = ",".join(map(str, (*MICROBATCH_SIZES, *larger_sizes(batch_size))))
     return (
         f"no microbatch of more than {counted(size, 'sample')} was measured; larger ones may be faster for a minibatch "
-        f"of {batch_size}: autopipe profile {shlex.quote(profile.workload.target)} --microbatch-sizes {sizes}"
+        f"of {batch_size}: autopipe profile {arguments_of(profile.workload)} --microbatch-sizes {sizes}"
     )

@@ -134,7 +134,11 @@ def _load(module: ModuleType) -> None:
 
     Raises: ImportError if another thread runs it, and probably imports what this thread is just importing.
     """
-    if not _LOCK.acquire(timeout=LIMIT_SECONDS):
+    part = min(1.0, LIMIT_SECONDS)
+    for _ in range(round(LIMIT_SECONDS / part)):  # the time in which the process was suspended ends one part only
+        if _LOCK.acquire(timeout=part):
+            break
+    else:
         name = module.__name__
         raise ImportError(
             f"two threads import parts of {name} at the same time, and wait for each other; add `import "

@@ -175,6 +175,7 @@ class Batches:
                     remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
                 )
             iterator = iter(source)
+            self.lengths[hook.name, batch_size] = 0
             with contextlib.suppress(Exception):  # the length is only displayed
                 self.lengths[hook.name, batch_size] = len(source)
         self._refuse_used_up(hook, iterator, source)

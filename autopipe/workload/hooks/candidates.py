@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 _HELD_OUT = re.compile(r"test|val|eval|dev_|_dev")
-_DATA = re.compile(r"(?!.*(dataset|collate))(?=.*(data|load|batch))")
+_DATA = re.compile(r"(?!.*(dataset|collate|model|weight|checkpoint|download))(?=.*(data|loader|batch))")
 _LOSS = re.compile(r"loss|criterion")
 _BUILDS = re.compile(r"(build|make|create|get|new|init)_.*(model|net)")
 _SIZES = ("batch_size", "batchsize", "bs", "size")

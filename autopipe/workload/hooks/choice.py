@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.hooks.candidates import required
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import Target
 
@@ -79,10 +80,15 @@ def _resembling(name: str, module: ModuleType, hooks: Mapping[str, Hook]) -> str
     for hook in hooks.values():
         called.update(getattr(getattr(hook.function, "__code__", None), "co_names", ()))
     own = [key for key, value in vars(module).items() if key not in called and _is_own(value, module)]
-    own = [key for key in own if not key.startswith("_")]
+    own = [key for key in own if not key.startswith("_") and _could_be_hook(vars(module)[key])]
     similar = [key for key in own if _PARTS[name] in key.lower()]
     similar += difflib.get_close_matches(name, own, n=1, cutoff=0.75)
     return similar[0] if similar else ""
+
+
+def _could_be_hook(value: Any) -> bool:
+    """Return whether a function needs one argument, as both hooks do: the parameters, or the optimizer."""
+    return isinstance(value, type) or len(required(value)) == 1
 
 
 def _is_own(value: Any, module: ModuleType) -> bool:

@@ -33,7 +33,7 @@ def has_target(item: Item) -> bool:
 
 def lacks_target(error: Exception, item: Item) -> bool:
     """Return whether a loss failed because the batch has no target: it got None, or the dict that is the batch."""
-    return not has_target(item) and (not isinstance(item, Mapping) or "dict" in str(error))
+    return not has_target(item) and ("dict" if isinstance(item, Mapping) else "None") in str(error)
 
 
 def target_for(output: Any, function: Any, *, synthetic: bool) -> str:

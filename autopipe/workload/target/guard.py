@@ -7,6 +7,7 @@ seen.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import shlex
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from autopipe.errors import ModelFileError
 from autopipe.workload.target.sources import is_installed
 
+ALLOWED_STEPS = 5  # of all optimizers, while a file is imported
 MAIN = '`if __name__ == "__main__":`'
 _HERE = Path(__file__).parent
 
@@ -36,18 +38,21 @@ def shown(path: str) -> str:
 
 @contextlib.contextmanager
 def refusing_training() -> Iterator[None]:
-    """Refuse every optimizer step of this thread in the block. If torch is not imported before, steps are not seen.
+    """Refuse to train in this thread in the block. If torch is not imported before, optimizer steps are not seen.
 
-    Raises: ModelFileError at the first step, and at the end of the block if the user's code caught that error.
+    A few steps are allowed: a model may be prepared by an optimizer, such as one that whitens its inputs.
+
+    Raises: ModelFileError at the first step after them, and at the end of the block if the user's code caught it.
     """
     torch_optimizer: Any = sys.modules.get("torch.optim.optimizer")
     if torch_optimizer is None:
         yield
         return
     thread, refusals = threading.get_ident(), list[ModelFileError]()
+    steps = itertools.count(1)
 
     def refuse(*_: object) -> None:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread or next(steps) <= ALLOWED_STEPS:
             return
         refusal = _refusal(sys._getframe(1))
         if refusal is not None:
@@ -80,7 +85,8 @@ def _refusal(frame: FrameType | None) -> ModelFileError | None:
             return ModelFileError(
                 f"{Path(path).name} trains when it is imported (line {line})",
                 where=where,
-                remedy=f"{run_command(path)} runs the script as it is; or put its loop under {MAIN}",
+                remedy=f"{run_command(path)} runs the script as it is; or put its loop under {MAIN}, or into "
+                "build_model() if it prepares the model",
             )
         frame = frame.f_back
     return None

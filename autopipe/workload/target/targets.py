@@ -266,8 +266,12 @@ def _import_package(name: str) -> ModuleType:
 
 def _not_a_file(location: str) -> ModelFileError:
     """Return the error for a folder, with its files that define a model, and for a file of another kind."""
-    files = sorted(Path(location).expanduser().glob("*.py"))
-    models = [path for path in files if _DEFINES_MODEL.search(path.read_text(encoding="utf-8", errors="replace"))]
+    files = [path for path in sorted(Path(location).expanduser().glob("*.py")) if path.is_file()]
+    models = []
+    for path in files:
+        with contextlib.suppress(OSError):  # it may not be readable
+            if _DEFINES_MODEL.search(path.read_text(encoding="utf-8", errors="replace")):
+                models.append(path)
     kind = "is a folder, not a Python file" if Path(location).expanduser().is_dir() else "is not a Python file"
     named = [str(path) for path in (models or files)[:_MOST_FILES]]
     what = "its files that define a model" if models else "its files"
