@@ -100,7 +100,7 @@ class RankServer:
         """Fork the server; None where a forked process is not as good as a new one.
 
         Call it before torch computes anything: beside other threads or a GPU context, nothing is forked. The server is
-        no child of this process: a script may wait for all its children.
+        not a child of this process: a script may wait for all its children.
         """
         if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None

@@ -124,7 +124,7 @@ def test_the_configuration_of_a_model_is_exported(tmp_path: Path, monkeypatch: p
         assert (target / "config.json").is_file() == written
     assert json.loads((target / "config.json").read_text()) == {"model_type": "net"}
     (target / "config.json").write_text('{"model_type": "of the user"}')
-    with pytest.raises(RunError, match="is a folder that contains files other than an export"):
+    with pytest.raises(RunError, match="is not the configuration of this model, and an export would replace it"):
         export(ExportSettings(target, run=run.run.path, format="hf"))
     assert "of the user" in (target / "config.json").read_text()
 

@@ -149,6 +149,7 @@ try:
 except ChildProcessError:
     answer["children"] = "none"
 process, here = started(["0", "2", "0"])
+here.makefile().readline()  # it has closed what it does not need
 links = {pid: [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
          for pid in (ranks.pid, process.pid)}
 own = {os.readlink(f"/proc/self/fd/{n}") for n in (0, 1)}
