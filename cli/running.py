@@ -25,7 +25,6 @@ LOADING = {
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
 LOADING_HF = 'from_pretrained("{path}") of the class of the model, as in transformers'
-CONFIG = "config.json"  # of an export that transformers can load as it is
 named_again = (
     options.option("--target", metavar="TARGET", help="The model; required if the run was not made by you."),
     options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
@@ -304,7 +303,9 @@ def export_command(
     )
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
-    has_config = (Path(result.path) / CONFIG).is_file()
+    from autopipe.commands.exporting import CONFIG  # it imports torch
+
+    has_config = (Path(result.path) / CONFIG).is_file()  # transformers can load it as it is
     terminal.next((LOADING_HF if has_config else LOADING[result.format]).format(path=result.path))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from autopipe import __version__
 from autopipe.commands.settings import Progress
 from autopipe.errors import RunError
+from autopipe.launch.remote.facts import usable_cores
 from autopipe.launch.remote.finding import Finding
 from autopipe.launch.request import LaunchSettings
 from autopipe.units import GIB, in_bytes
@@ -114,7 +114,7 @@ def _transports() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     import psutil
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     yield Finding("cores", "ok", f"{cores} for this process")
     memory = psutil.virtual_memory()
     short = memory.available < LEAST_MEMORY_BYTES

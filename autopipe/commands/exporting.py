@@ -44,8 +44,8 @@ from autopipe.workload.target.targets import users_code
 
 SHARD_BYTES = 5 * 10**9
 _FOLDERS = ("hf", "dcp")
-# the files of an export in a folder; a folder with other files, such as a tokenizer, is not replaced
 CONFIG = "config.json"
+# the files of an export in a folder; a folder with other files, such as a tokenizer, is not replaced
 _EXPORTED = re.compile(
     rf"{re.escape(INDEX)}|{re.escape(CONFIG)}|model-\d+-of-\d+\.safetensors|\.metadata|__\d+_\d+\.distcp"
 )
@@ -116,19 +116,15 @@ def _refuse_taken(output: Path, kind: str) -> None:
         return
     if output.is_dir():
         if any(not _EXPORTED.fullmatch(path.name) for path in output.iterdir()):
-            raise _has_other_files(output)
+            raise RunError(
+                f"{output} is a folder that contains files other than an export",
+                remedy="export to another folder (-o), or empty this one",
+            )
     elif output.exists():
         raise RunError(
             f"{output} is a file, and the format {kind} is a folder",
             remedy="export to a folder (-o), or use --format safetensors or pt",
         )
-
-
-def _has_other_files(output: Path) -> RunError:
-    return RunError(
-        f"{output} is a folder that contains files other than an export",
-        remedy="export to another folder (-o), or empty this one",
-    )
 
 
 def _config(model: nn.Module) -> str | None:

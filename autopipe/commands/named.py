@@ -25,7 +25,7 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.target.files import files_of
-from autopipe.workload.target.targets import Target
+from autopipe.workload.target.targets import Target, elsewhere
 
 MODEL = "model"
 _OPTIONS = {"evaluate_data": "--eval-data", "after_step": "--after-step"}
@@ -68,10 +68,10 @@ def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
             Reference(f"argument {name}", f"{name}={value}", location, json.dumps([target.attribute, value]))
         )
     for name, text in sorted(spec.hooks.items()):
-        if text.startswith(":"):  # a function of the model file
+        hook = elsewhere(text)
+        if hook is None:
             references_of_spec.append(Reference(name, text, location, text[1:]))
             continue
-        hook = Target.parse(text)
         place = str(files_of(hook)[-1]) if hook.is_file else hook.location
         references_of_spec.append(Reference(name, text, place, hook.attribute))
     return tuple(references_of_spec)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.launch.remote.facts import usable_cores
 from autopipe.script import patches as patching
 from autopipe.script import refusals
 from autopipe.script.checking import Reference
@@ -44,7 +45,7 @@ def run_script(
         text = script.read_bytes()
     except OSError as error:
         raise RunError(f"the script cannot be read: {error}") from None
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     notes = Notes(quiet=quiet, untimed=max(steps, 1))
     if not places.are_remote:
         places.server = RankServer.forked()

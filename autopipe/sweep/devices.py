@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import RunError, counted
+from autopipe.launch.remote.facts import usable_cores
 from autopipe.sweep.file import SweepJob
 
 
@@ -29,7 +29,7 @@ def find_devices(wanted: int | tuple[int, ...] | None, jobs: Sequence[SweepJob],
     """
     on_cpu = all(job.options.get("device") == "cpu" for job in jobs)
     gpus = 0 if on_cpu else _gpus()
-    available = gpus or len(os.sched_getaffinity(0))
+    available = gpus or usable_cores()
     indices = tuple(range(available)) if wanted is None else _indices(wanted)
     if gpus and (missing := [index for index in indices if index >= gpus]):
         raise RunError(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -68,7 +68,7 @@ def execute(command: Sequence[str], folder: Path, **more: str) -> str:
         try:
             out, _ = process.communicate(timeout=LIMIT_SECONDS)
         except BaseException:
-            _kill(process)
+            kill(process)
             raise
         if process.returncode:
             errors.seek(0)
@@ -181,6 +181,19 @@ def equal_losses(ours: Sequence[float], theirs: Sequence[float], tolerance: floa
     return max(differences)
 
 
+def started(command: Sequence[str], folder: Path, errors: IO[Any]) -> subprocess.Popen[Any]:
+    """Start a training in a folder and a session of its own. ``errors``: takes its stderr; its stdout is dropped."""
+    return subprocess.Popen(
+        list(command),
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+
+
 def first_step(command: Sequence[str], folder: Path, metrics: Path) -> tuple[float, float]:
     """Start a training, and return the wall seconds and the processor seconds of all its processes until its first
     step. The training then ends by itself.
@@ -189,14 +202,7 @@ def first_step(command: Sequence[str], folder: Path, metrics: Path) -> tuple[flo
     """
     with (folder / "stderr").open("w+", encoding="utf-8") as errors:
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            list(command),
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+        process = started(command, folder, errors)
         try:
             while not steps_of(metrics):
                 if process.poll() is not None or time.perf_counter() - begin > LIMIT_SECONDS:
@@ -207,7 +213,7 @@ def first_step(command: Sequence[str], folder: Path, metrics: Path) -> tuple[flo
             processor = _processor_seconds(process.pid)
             process.wait(LIMIT_SECONDS)
         finally:
-            _kill(process)
+            kill(process)
     return wall, processor
 
 
@@ -223,7 +229,8 @@ def _processor_seconds(pid: int) -> float:
     return total
 
 
-def _kill(process: subprocess.Popen[Any]) -> None:
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill the process and its session, if it has not ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

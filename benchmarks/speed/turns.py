@@ -7,8 +7,6 @@ after the turns of the others, so that all meet the same machine.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -19,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.speed.running import LIMIT_SECONDS, environment, steps_of
+from benchmarks.speed.running import LIMIT_SECONDS, kill, started, steps_of
 
 WARM_UP_STEPS = 3
 LEAST_STEPS = 4  # of a turn, which lasts longer if it has fewer
@@ -48,15 +46,7 @@ class Training:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "stderr").open("wb") as errors:
-            self._process = subprocess.Popen(
-                list(self.command),
-                cwd=self.folder,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
+            self._process = started(self.command, self.folder, errors)
         begin = time.perf_counter()
         while len(steps_of(self.metrics)) < WARM_UP_STEPS:
             self._check(time.perf_counter() - begin)
@@ -84,11 +74,9 @@ class Training:
 
     def end(self) -> None:
         """Kill its processes."""
-        self._signal(signal.SIGKILL)
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # also the ranks of one that has not begun
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            kill(self._process)
+        self._signal(signal.SIGKILL)  # ranks have sessions of their own
 
     def _check(self, waited: float) -> None:
         assert self._process is not None

@@ -10,13 +10,13 @@ complete model, which a pipeline of several GPUs exists to divide. Its size is e
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from autopipe.commands.steps import Prepared
 from autopipe.launch.rank.out_of_memory import is_out_of_memory, resident_bytes
+from autopipe.launch.remote.facts import usable_cores
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.units import in_bytes
@@ -84,7 +84,7 @@ def place_of(prepared: Prepared, need: Need) -> Place:
     free = _free_on_gpu()
     if need.device_bytes <= free and need.host_bytes <= host:
         return Place(device.kind, device.threads)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     lack = _lack("on one GPU", need.device_bytes, free)
     if need.autocast:
         return Place("", 1, f"{lack}; on the CPU of this host, autocast computes in other dtypes")

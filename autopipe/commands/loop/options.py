@@ -12,7 +12,7 @@ from autopipe.errors import RunError
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.audit import batch
 from autopipe.schedules import REGISTRY
-from autopipe.workload.target.targets import Target
+from autopipe.workload.target.targets import elsewhere
 
 FOLDER, _FILE = "loop", "first_batch.py"
 _TEXT = '''"""The first minibatch of a loop over Pipeline.steps. The model is captured and checked with it."""
@@ -65,7 +65,8 @@ def options_of(given: Mapping[str, Any], first: Any) -> dict[str, Any]:
 def refuse_impossible(settings: TrainSettings, prepared: Prepared) -> None:
     """Refuse a plan that a loop cannot train, and a training without the loop that gives its data. Raises: RunError."""
     plan, text = prepared.plan, prepared.workload.spec.hooks.get("data", "")
-    path = Path(Target.parse(text).location) if text and not text.startswith(":") else Path()
+    target = elsewhere(text) if text else None
+    path = Path() if target is None else Path(target.location)
     if not settings.loop:
         if (path.parent.name, path.name) == (FOLDER, _FILE):
             raise RunError(

@@ -40,9 +40,9 @@ def unmeasured(profile: Profile, batch_size: int) -> str:
     size = largest.microbatch_size
     better = [other for other in larger_sizes(batch_size) if other >= 2 * size]
     seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in largest.costs.values())
-    if not better or not profile.graph.symbols or better[0] / size * seconds > QUICK_SECONDS:
-        return ""
-    if profile.device.kind == COUNTED:  # it has no times, and larger sizes were counted as far as they are quick
+    # a counted profile has no times, and larger sizes were counted as far as they are quick
+    complete = profile.device.kind == COUNTED or not profile.graph.symbols
+    if complete or not better or better[0] / size * seconds > QUICK_SECONDS:
         return ""
     sizes = ",".join(map(str, (*MICROBATCH_SIZES, *larger_sizes(batch_size))))
     return (

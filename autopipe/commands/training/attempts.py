@@ -42,7 +42,7 @@ from autopipe.report.results import Restart
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.workload.target.targets import Target
+from autopipe.workload.target.targets import elsewhere
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
@@ -271,9 +271,8 @@ class Attempts:
 
 def _model_files(plan: Plan) -> tuple[Path, ...]:
     """Return the user's files that a plan names."""
-    elsewhere = (text for text in plan.workload.hooks.values() if not text.startswith(":"))  # ":name" is here
-    targets = [Target.parse(text) for text in (plan.workload.target, *elsewhere)]
-    return tuple(sorted({Path(target.location) for target in targets if target.is_file}))
+    targets = [elsewhere(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
+    return tuple(sorted({Path(target.location) for target in targets if target is not None and target.is_file}))
 
 
 def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:

@@ -39,17 +39,13 @@ def fork_early() -> None:
     from autopipe.launch.rank.deferred import defer
 
     defer()  # in the ranks
-    import torch
-
     from autopipe.launch.rank import reading, worker  # noqa: F401  # for the forked processes
 
     gc.freeze()  # what is imported stays: no process reads it again, and copies its pages, to find garbage
-    if threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not may_fork():
         return
     prepare_fork_server()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
-            stream.flush()  # or each rank would print what is buffered
+    flush_streams()
     parent = os.getpid()
     with socket.socket(socket.AF_UNIX) as listener, stop_signals_blocked():
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]  # it has no public name
@@ -69,6 +65,20 @@ def fork_early() -> None:
             _serve(listener.detach(), alive, parent, arguments)
         os.close(alive)
     FORK_SERVER._forkserver_address, FORK_SERVER._forkserver_alive_fd, FORK_SERVER._forkserver_pid = address, ours, pid
+
+
+def may_fork() -> bool:
+    """Return whether a forked process is as good as a new one: beside other threads or a GPU context, it is not."""
+    import torch
+
+    return threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def flush_streams() -> None:
+    """Write what is buffered, before a fork: each forked process would print it, too."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            stream.flush()
 
 
 def _serve(listener: int, alive: int, parent: int, arguments: tuple[int, int]) -> NoReturn:

@@ -19,6 +19,11 @@ _SMI = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,noun
 _SMI_SECONDS = 20.0
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def collect(*, devices: bool) -> dict[str, Any]:
     """Return versions, memory, cores and addresses, and with ``devices`` the GPUs, which takes a moment.
 
@@ -32,7 +37,7 @@ def collect(*, devices: bool) -> dict[str, Any]:
         "machine": platform.machine(),
         "host_name": socket.gethostname(),
         "memory_bytes": psutil.virtual_memory().available,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "reached_at": reached_at,
         "reached_from": reached_from,
         "gpus": gpus() if devices else [],

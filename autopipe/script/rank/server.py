@@ -18,15 +18,13 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopipe.launch.rank.deferred import defer
+from autopipe.launch.rank.early_server import flush_streams, may_fork
 from autopipe.launch.rank.title import find_arguments, set_title
 from autopipe.script.rank.serve import main
 
@@ -102,14 +100,10 @@ class RankServer:
         Call it before torch computes anything: beside other threads or a GPU context, nothing is forked. The server is
         not a child of this process: a script may wait for all its children.
         """
-        if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return None
         arguments = find_arguments()
-        if arguments is None:
+        if sys.platform != "linux" or arguments is None or not may_fork():
             return None
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # its reader may be gone
-                stream.flush()  # or each rank would print what is buffered
+        flush_streams()
         try:
             owner = os.pidfd_open(os.getpid())
         except OSError:  # Linux before 5.3

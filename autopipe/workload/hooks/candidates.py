@@ -1,14 +1,16 @@
-"""What a user's module has that may be its data, loss or model, to suggest it in an error. Nothing is called."""
+"""What a user's module has that may be its model or a hook, to suggest it in an error. Nothing is called."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 _HELD_OUT = re.compile(r"test|val|eval|dev_|_dev")
@@ -73,14 +75,32 @@ def model_name(module: ModuleType) -> str:
         if _is_own_function(value, module) and _BUILDS.match(name.lower()) and not required(value):
             return name
     classes = [
-        name for name, value in public if is_own_model(value, module) and not _is_loss_class(value) and takes(value, 0)
+        name
+        for name, value in public
+        if is_own_class(value, module, nn.Module) and not _is_loss_class(value) and takes(value, 0)
     ]
     return classes[-1] if classes else ""
 
 
-def is_own_model(value: Any, module: ModuleType) -> bool:
-    """Return whether a value is a subclass of ``nn.Module`` that the module defines."""
-    return isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+def hook_name(name: str, part: str, module: ModuleType, called: Collection[str]) -> str:
+    """Return the name of what resembles the optimizer or scheduler hook, and needs one argument as they do, or "".
+
+    ``name``: of the hook. ``part``: a name with this part resembles it. ``called``: names of functions that hooks call.
+    """
+    own = [
+        key
+        for key, value in _public(module)
+        if key not in called
+        and (is_own_class(value, module, Optimizer) or (_is_own_function(value, module) and len(required(value)) == 1))
+    ]
+    similar = [key for key in own if part in key.lower()]
+    similar += difflib.get_close_matches(name, own, n=1, cutoff=0.75)
+    return similar[0] if similar else ""
+
+
+def is_own_class(value: Any, module: ModuleType, base: type) -> bool:
+    """Return whether a value is a subclass of ``base`` that the module defines."""
+    return isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:

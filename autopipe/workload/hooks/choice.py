@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from torch.optim import Optimizer
 
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.workload.hooks.candidates import required
+from autopipe.workload.hooks.candidates import hook_name
 from autopipe.workload.hooks.hook import Hook
-from autopipe.workload.target.targets import Target
+from autopipe.workload.target.targets import elsewhere
 
 _PARTS = {"optimizer": "optim", "scheduler": "schedul"}  # a name with this part resembles that hook
 
@@ -61,10 +59,8 @@ def choice_of(
 def _place(name: str, label: str, options: Mapping[str, str]) -> str:
     """Return the file and the name of a hook, without folders. ``options``: the TARGET of each hook that has one."""
     text = options.get(name, f":{name}")
-    if text.startswith(":"):
-        return f"{label}{text}"
-    target = Target.parse(text)
-    return f"{target.label}:{target.attribute or name}"
+    target = elsewhere(text)
+    return f"{label}{text}" if target is None else f"{target.label}:{target.attribute or name}"
 
 
 def _usual_rate(kind: type[Optimizer]) -> float | None:
@@ -79,19 +75,4 @@ def _resembling(name: str, module: ModuleType, hooks: Mapping[str, Hook]) -> str
     called: set[str] = set()
     for hook in hooks.values():
         called.update(getattr(getattr(hook.function, "__code__", None), "co_names", ()))
-    own = [key for key, value in vars(module).items() if key not in called and _is_own(value, module)]
-    own = [key for key in own if not key.startswith("_") and _could_be_hook(vars(module)[key])]
-    similar = [key for key in own if _PARTS[name] in key.lower()]
-    similar += difflib.get_close_matches(name, own, n=1, cutoff=0.75)
-    return similar[0] if similar else ""
-
-
-def _could_be_hook(value: Any) -> bool:
-    """Return whether a function needs one argument, as both hooks do: the parameters, or the optimizer."""
-    return isinstance(value, type) or len(required(value)) == 1
-
-
-def _is_own(value: Any, module: ModuleType) -> bool:
-    """Return whether a value is a function of the file, or an optimizer class of it."""
-    is_kind = inspect.isfunction(value) or (isinstance(value, type) and issubclass(value, Optimizer))
-    return is_kind and value.__module__ == module.__name__
+    return hook_name(name, _PARTS[name], module, called)

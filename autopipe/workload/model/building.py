@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
-from autopipe.workload.hooks.candidates import is_own_model
+from autopipe.workload.hooks.candidates import is_own_class
 from autopipe.workload.target.targets import advising, look_up, users_code
 
 NAMES = ("model", "build_model", "get_model", "create_model", "Model")
@@ -105,7 +105,7 @@ def _search(module: ModuleType, label: str, path: str) -> tuple[str, Any]:
     for name in NAMES:
         if name in vars(module) and _may_be_model(vars(module)[name]):
             return name, vars(module)[name]
-    classes = [name for name, value in vars(module).items() if is_own_model(value, module)]
+    classes = [name for name, value in vars(module).items() if is_own_class(value, module, nn.Module)]
     if len(classes) == 1:
         return classes[0], vars(module)[classes[0]]
     if classes:

@@ -78,12 +78,15 @@ class Target:
         return Path(self.location).name if self.is_file else self.location
 
 
+def elsewhere(text: str) -> Target | None:
+    """Return the TARGET of a hook; None for ``:NAME``, which is in the file of the model."""
+    return None if text.startswith(":") else Target.parse(text)
+
+
 def absolute(text: str) -> str:
     """Return a TARGET that is independent of the current folder: a file gets its absolute path."""
-    if text.startswith(":"):
-        return text
-    target = Target.parse(text)
-    if not target.is_file:
+    target = elsewhere(text)
+    if target is None or not target.is_file:
         return text
     path = str(Path(target.location).resolve())
     return f"{path}:{target.attribute}" if target.attribute else path

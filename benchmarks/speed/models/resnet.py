@@ -4,12 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
-from sample_models.resnet import build_model, digits, loss, optimizer
+from sample_models import resnet
+from sample_models.resnet import build_model, loss, optimizer
 
 __all__ = ["build_model", "data", "loss", "optimizer"]
 
 
 def data(batch_size: int = 32) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    images, labels = digits()
-    dataset = torch.utils.data.TensorDataset(images[:1500], labels[:1500])
-    return torch.utils.data.DataLoader(dataset, batch_size, shuffle=True, drop_last=True)
+    return torch.utils.data.DataLoader(resnet.data().dataset, batch_size, shuffle=True, drop_last=True)
