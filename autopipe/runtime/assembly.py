@@ -21,6 +21,7 @@ from autopipe.runtime.compiled import compile_stage, refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
+from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spans import span_recorder
@@ -76,6 +77,8 @@ class RankAssembly:
         device = torch.device(job.device)
         recorder = span_recorder(self.transport.rank, device) if job.record_timeline else None
         executor = Executor(plan, request, runners, stepper, self.transport, self.reporter, recorder)
+        if device.type == "cuda":
+            executor.kernels = FirstKernels()
         if REGISTRY[plan.schedule].spills:
             books = DeviceBooks(device, job.device_budget_bytes)
             books.enforce()

@@ -21,6 +21,7 @@ from autopipe.ir.schedule import COMPUTE, COPIES, Instruction, Op, ScheduleSpec
 from autopipe.runtime.batches.on_device import on_host
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
+from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.program import Step, overlapping_backwards
 from autopipe.runtime.spans import SpanRecorder
@@ -66,6 +67,8 @@ class Executor:
     footprint: Footprint | DeviceBooks | None = None
     # moves the stages between host and device; None unless they take turns
     spiller: Spiller | None = None
+    # tells when kernels may be loaded; None on a CPU
+    kernels: FirstKernels | None = None
     # the tensors of a message, from arrival or production until they are read or sent
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     _posted: dict[tuple[str, Edge, int, int], list[Pending]] = field(default_factory=dict)
@@ -100,6 +103,11 @@ class Executor:
         Raises: InternalError for an instruction that the runtime does not implement.
         """
         self._minibatches, self._training = minibatches, training
+        if self.kernels is not None:
+            self.transport.through_host = self.kernels.may_load(
+                [(training, part.recording.name, *part.sizes.values()) for part in parts]
+                for parts in minibatches.values()
+            )
         reporter = self.reporter
         plain = self.recorder is None and self.footprint is None and self.spiller is None
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:

@@ -10,21 +10,47 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_trial.bench import Bench, TrialError, versions
 from benchmarks.gpu_trial.report import Outcome, page, write
-from benchmarks.gpu_trial.trials import Trial, train, trials
+from benchmarks.gpu_trial.trials import Trial, profile, train, trials
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.md"
 NEEDED = ("click", "rich", "pandas", "numpy", "safetensors", "psutil")
-SHARED = {"AUTOPIPE_SHARED_GPU": "nccl", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-HOST = {"AUTOPIPE_SHARED_GPU": "host"}
+OVER = {
+    "nccl": {"AUTOPIPE_SHARED_GPU": "nccl", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    "host": {"AUTOPIPE_SHARED_GPU": "host"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all trials have in common."""
+
+    device: str
+    ranks: int
+    seconds: float  # for a trial
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loops: Path | None = None  # folder for the weights of plain loops
+    profile: Path | None = None  # work directory with the profile of the trials' model
+    logs: Path | None = None  # file for what the commands and ranks of failed trials print
+
+    def bench(self, folder: Path, end: float = float("inf")) -> Bench:
+        """Return the bench of a trial, which ends at ``end`` or when its time is over."""
+        bench = Bench(folder, self.device, self.ranks, dict(self.environment), self.seconds)
+        bench.loops = self.loops
+        bench.end = min(time.monotonic() + self.seconds, end)
+        return bench
 
 
 def main() -> int:
@@ -34,6 +60,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=38.0, help="time for all trials")
     parser.add_argument("--seconds", type=float, default=180.0, help="time for one trial")
+    parser.add_argument(
+        "--over", choices=("auto", "nccl", "host"), default="auto", help="how ranks of one GPU exchange"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time; those of times follow, one at a time")
+    parser.add_argument("--logs", type=Path, help="file for what the commands and ranks of failed trials print")
     parser.add_argument("--only", default="", help="trials whose names contain one of these words, separated by commas")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -43,41 +74,55 @@ def main() -> int:
         return 2
     end = time.monotonic() + 60 * options.minutes
     outcomes: list[Outcome] = []
-
-    def record(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        write(options.output, page(outcomes, machine, title))
-        print(f"{outcome.name:28} {outcome.result:13} {outcome.seconds:5.0f} s  {outcome.detail[:160]}", flush=True)
-
     cuda = options.device == "cuda"
     machine = [*versions(), ("ranks", str(options.ranks))]
     title = "What holds on GPUs" if cuda else "Rehearsal of the GPU trial on a CPU"
-    environment: dict[str, str] = {}
-    if cuda and torch.cuda.device_count() < options.ranks:
-        first = run(Trial("NCCL on a shared GPU", "trains", train), options, SHARED)
-        environment = SHARED if first.result == "held" else HOST
-        record(first)
-    words = [word for word in options.only.split(",") if word]
-    for trial in trials(options.device):
-        if words and not any(word in trial.name for word in words):
-            continue
-        if time.monotonic() > end - 20:
-            record(Outcome(trial.name, trial.expected, "not run", f"{options.minutes:g} minutes are over"))
-        else:
-            record(run(trial, options, environment, end))
+
+    def record(outcome: Outcome) -> Outcome:
+        outcomes.append(outcome)
+        write(options.output, page(outcomes, machine, title))
+        print(f"{outcome.name:28} {outcome.result:13} {outcome.seconds:5.0f} s  {outcome.detail[:160]}", flush=True)
+        return outcome
+
+    with tempfile.TemporaryDirectory(prefix="gpu-trial-") as scratch:
+        setting = Setting(options.device, options.ranks, options.seconds, loops=Path(scratch), logs=options.logs)
+        measured = Trial("profile", "measures the model", lambda bench: profile(bench, Path(scratch) / "profile"))
+        if record(run(measured, setting, end)).result == "held":
+            setting = replace(setting, profile=Path(scratch) / "profile")
+        if cuda and torch.cuda.device_count() < options.ranks:
+            over = options.over
+            if over == "auto":
+                shared = Trial("NCCL on a shared GPU", "trains", train)
+                first = record(run(shared, replace(setting, environment=OVER["nccl"]), end))
+                over = "nccl" if first.result == "held" else "host"
+            setting = replace(setting, environment=OVER[over])
+        words = [word for word in options.only.split(",") if word]
+        chosen = [trial for trial in trials(options.device) if not words or any(word in trial.name for word in words)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for future in as_completed([pool.submit(run, trial, setting, end) for trial in chosen if not trial.alone]):
+                record(future.result())
+        for trial in chosen:
+            if trial.alone:
+                record(run(trial, setting, end))
     return sum(outcome.result == "did not hold" for outcome in outcomes)
 
 
-def run(trial: Trial, options: argparse.Namespace, environment: dict[str, str], end: float = float("inf")) -> Outcome:
-    """Run one trial in a new folder."""
+def run(trial: Trial, setting: Setting, end: float = float("inf")) -> Outcome:
+    """Run one trial in a new folder, unless the time is over."""
     begin = time.monotonic()
+    if begin > end - 20:
+        return Outcome(trial.name, trial.expected, "not run", "the time for all trials is over")
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as folder:
-        bench = Bench(Path(folder), options.device, options.ranks, environment, options.seconds)
-        bench.end = min(begin + options.seconds, end)
+        bench = setting.bench(Path(folder), end)
+        if setting.profile is not None:
+            shutil.copytree(setting.profile, bench.work_dir)
         try:
             result, detail = "held", trial.run(bench)
-        except TrialError as failure:
-            result, detail = "did not hold", str(failure)
+        except Exception as failure:  # whatever it is, the other trials are worth running
+            result, detail = "did not hold", str(failure) if isinstance(failure, TrialError) else repr(failure)
+            if setting.logs is not None:
+                with setting.logs.open("a", encoding="utf-8") as logs:
+                    logs.write(f"==== {trial.name}: {detail}\n{bench.output()}\n")
     return Outcome(trial.name, trial.expected, result, detail, time.monotonic() - begin)
 
 

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import torch
 
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules import REGISTRY, make, to_csv
 from benchmarks.gpu_trial.bench import BATCH, MICROBATCHES, MODEL, Bench, TrialError
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
-FP32, BF16 = 1e-4, 3e-2  # the largest difference of a weight from the plain loop on a CPU
+FP32, BF16 = 1e-4, 3e-2  # the largest difference of a weight from the plain loop
 MOST_SYNCHRONIZATIONS = 4  # of a rank in a step
 MEMORY, TIME = 0.15, 0.25  # relative errors of the plan
 _EXCHANGE = re.compile(r"ranks exchange tensors [^:]*: .*")
@@ -31,6 +32,14 @@ class Trial:
     name: str
     expected: str
     run: Callable[[Bench], str]
+    alone: bool = False  # it measures times
+
+
+def profile(bench: Bench, target: Path) -> str:
+    """Measure the model of the trials, and move the work directory to ``target``."""
+    report = bench.run("profile", str(MODEL), "--device", bench.device)
+    bench.work_dir.rename(target)
+    return f"{len(report['ops'])} operations" if "ops" in report else ", ".join(report)[:200]
 
 
 def train(bench: Bench, *words: str, tolerance: float = FP32) -> str:
@@ -106,7 +115,8 @@ def memory(bench: Bench, *words: str) -> str:
 
 
 def prediction(bench: Bench, target: Path) -> str:
-    """Compare the predicted and the measured rate."""
+    """Compare the predicted and the measured rate, with one rank on each GPU."""
+    bench.ranks = min(bench.ranks, torch.cuda.device_count())
     words = [str(target), *bench.words, *BATCH, "--replicas", "never", "--no-check", "--steps", "60"]
     result = bench.run("train", *words)
     ratio = result["samples_per_second"] / result["predicted_samples_per_second"]
@@ -125,9 +135,11 @@ def synchronizations(bench: Bench) -> str:
         counts[steps] = [log.read_text().count("called a synchronizing CUDA operation") for log in logs]
         (bench.folder / "run").rename(bench.folder / f"run{steps}")
     each = [(late - early) / 8 for early, late in zip(counts[8], counts[16], strict=True)]
-    text = f"{max(each, default=0):.1f} in a step of a rank at most (allowed {MOST_SYNCHRONIZATIONS})"
+    text = f"{max(each, default=0):.1f} in a step of a rank at most"
+    if bench.environment.get("AUTOPIPE_SHARED_GPU") == "host":
+        return f"{text}; every message synchronizes, because it goes through host memory"
     if max(each, default=0) > MOST_SYNCHRONIZATIONS:
-        raise TrialError(text)
+        raise TrialError(f"{text} (allowed {MOST_SYNCHRONIZATIONS})")
     return text
 
 
@@ -144,6 +156,44 @@ def spilled(bench: Bench) -> str:
     size = ("--arg", "blocks=12", "--arg", "width=768")
     words = ("--gpus", "1", "--schedule", "spilled", "--gpu-memory", "512MiB")
     return check(bench, SAMPLES / "gpt.py", *size, *words)
+
+
+def evaluate(bench: Bench) -> str:
+    """Evaluate a run on its training data, in stages."""
+    bench.train("--replicas", "never")
+    loss = bench.run("eval", "run", "--eval-data", f"{MODEL}:data")["loss"]
+    if not 0 < loss < 50:
+        raise TrialError(f"the loss is {loss}")
+    return f"loss {loss:.4f}"
+
+
+def sweep(bench: Bench) -> str:
+    """Train two jobs of one structure on one device, in leases, and compare them with runs of their own."""
+    text = f"""
+devices = 1
+lease = "1s"
+[defaults]
+steps = 40
+batch-size = 16
+num-microbatches = {MICROBATCHES}
+device = "{bench.device}"
+gpus = 1
+[[job]]
+target = "{MODEL}"
+grid = {{ lr = [0.02, 0.01] }}
+"""
+    (bench.folder / "sweep.toml").write_text(text)
+    jobs = bench.run("sweep", "sweep.toml")["jobs"]
+    if [job["status"] for job in jobs] != ["done", "done"]:
+        raise TrialError(json.dumps(jobs))
+    leases = sum(job["leases"] for job in jobs)
+    return f"{leases} leases; " + "; ".join(bench.equal(FP32, job["run_dir"]) for job in jobs)
+
+
+def doctor(bench: Bench) -> str:
+    """Measure the links between two ranks, and what the runtime adds to the operations."""
+    report = bench.run("doctor", "--links")
+    return json.dumps(report)[-600:]
 
 
 def trials(device: str) -> list[Trial]:
@@ -167,11 +217,26 @@ def trials(device: str) -> list[Trial]:
     rows += [
         Trial("check --compile", "equal to plain training", lambda b: check(b, MODEL, "--compile", "--gpus", "2")),
         Trial("check bf16", "equal to plain training", lambda b: check(b, SAMPLES / "unet.py", "--precision", "bf16")),
+        Trial("check fp16", "equal to plain training", lambda b: check(b, MODEL, "--precision", "fp16")),
         Trial("memory", f"within {MEMORY:.0%} of the plan", memory),
         Trial("memory of gpipe", f"within {MEMORY:.0%} of the plan", lambda b: memory(b, "--schedule", "gpipe")),
     ]
+    teams = ("--tensor-parallel", "2")
+    rows += [
+        Trial("tensor parallel", same, lambda b: train(b, *teams)),
+        Trial("check tensor parallel", "equal to plain training", lambda b: check(b, SAMPLES / "gpt.py", *teams)),
+        Trial(
+            "check sequence parallel",
+            "equal to plain training",
+            lambda b: check(b, SAMPLES / "gpt.py", *teams, "--sequence-parallel"),
+        ),
+        Trial("check hf_llama.py", "equal to plain training", partial(check, target=SAMPLES / "hf_llama.py")),
+        Trial("evaluate", "a loss near that of training", evaluate),
+        Trial("sweep", "two jobs in turn, equal weights", sweep),
+        Trial("doctor --links", "figures of all links", doctor, alone=True),
+    ]
     if device == "cuda":  # on a CPU with fewer cores than ranks, the ranks slow each other down
-        rows.append(Trial("prediction", f"within {TIME:.0%}", partial(prediction, target=SAMPLES / "gpt.py")))
+        rows.append(Trial("prediction", f"within {TIME:.0%}", lambda b: prediction(b, SAMPLES / "gpt.py"), alone=True))
         most = f"at most {MOST_SYNCHRONIZATIONS} in a step"
         rows.append(Trial("synchronizations", most, synchronizations))
         rows.append(Trial("check spilled", "equal to plain training", spilled))

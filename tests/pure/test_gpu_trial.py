@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from autopipe.schedules import REGISTRY
-from benchmarks.gpu_trial.__main__ import run
+from benchmarks.gpu_trial.__main__ import Setting, run
 from benchmarks.gpu_trial.bench import Bench, TrialError
-from benchmarks.gpu_trial.report import Outcome, page, write
+from benchmarks.gpu_trial.report import page, write
 from benchmarks.gpu_trial.trials import Trial, trials
 
 
@@ -28,15 +27,21 @@ def test_the_page_has_a_row_for_every_outcome(tmp_path: Path) -> None:
     def differs(bench: Bench) -> str:
         raise TrialError("weights | differ")
 
-    options = argparse.Namespace(device="cpu", ranks=2, seconds=60.0)
-    outcomes = [run(Trial(f.__name__, "it ends", f), options, {}) for f in (ends, differs)]
-    outcomes.append(Outcome("late", "it ends", "not run", "38 minutes are over"))
+    setting = Setting("cpu", ranks=2, seconds=60.0, logs=tmp_path / "logs")
+
+    def fails(bench: Bench) -> str:
+        raise KeyError("loss")
+
+    outcomes = [run(Trial(f.__name__, "it ends", f), setting) for f in (ends, differs, fails)]
+    outcomes.append(run(Trial("late", "it ends", ends), setting, end=0.0))
+    assert "differs: weights | differ" in (tmp_path / "logs").read_text()
     write(tmp_path / "results" / "gpu.md", page(outcomes, [("torch", "2.13")], "GPUs"))
     text = (tmp_path / "results" / "gpu.md").read_text()
-    assert "1 held, 1 did not hold, 1 not run." in text
+    assert "1 held, 2 did not hold, 1 not run." in text
     assert "| ends | it ends | held | as wanted | 0 |" in text
     assert "| differs | it ends | did not hold | weights / differ | 0 |" in text
-    assert "| late | it ends | not run | 38 minutes are over | 0 |" in text
+    assert "| fails | it ends | did not hold | KeyError('loss') | 0 |" in text
+    assert "| late | it ends | not run | the time for all trials is over | 0 |" in text
 
 
 def test_a_command_that_does_not_end_is_killed_with_its_processes(
@@ -46,5 +51,5 @@ def test_a_command_that_does_not_end_is_killed_with_its_processes(
     script.write_text("import subprocess, sys, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)\n")
     monkeypatch.setattr("benchmarks.gpu_trial.bench.COMMAND", script)
     bench = Bench(tmp_path, "cpu", 2, {}, seconds=0.5)
-    with pytest.raises(TrialError, match="no end within 0 s"):
-        bench.finish(bench.start())
+    with pytest.raises(TrialError, match="train: no end within the time"):
+        bench.finish(bench.start("train"))

@@ -32,20 +32,23 @@ _SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
-_QUEUES = 32  # the most that CUDA supports
+_QUEUES = 32
+"""The most that CUDA supports. A GPU has room for a few such processes only: 20 on an H200 did not start."""
 
 
 def apply_settings(logs: Path) -> None:
     """Set the environment of a rank on a GPU, before CUDA starts. ``logs``: where NCCL's last operations are written.
 
     The user's environment takes precedence, except over the number of hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1,
-    a frequent setting for tensor parallelism, makes a pipeline deadlock.
+    a frequent setting for tensor parallelism, makes a pipeline deadlock. Ranks that share a GPU through host memory
+    need no more queues than other programs: no stream waits for another rank.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl-rank-"))  # torch appends the rank
     # one queue for each stream: in a shared one, a receive that waits can block the send that its peer waits for
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
+    if os.environ.get(SHARED_GPU) != "host":
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
 
 
 def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: Reporter) -> bool:
@@ -53,7 +56,7 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
 
     ``excluded``: the indices of GPUs that no rank may use.
 
-    Raises: RunError if ranks share a GPU although each of them could have one.
+    Raises: RunError if ranks share a GPU although each of them could have one, or if CUDA cannot start on it.
     """
     usable = [index for index in range(torch.cuda.device_count()) if index not in excluded]
     if not usable:
@@ -63,7 +66,16 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
             remedy="check CUDA_VISIBLE_DEVICES and autopipe doctor on that host, or train with --device cpu",
         )
     index = usable[spec.local_rank % len(usable)]
-    torch.cuda.set_device(index)
+    try:
+        torch.cuda.set_device(index)
+    except RuntimeError as error:  # also torch.AcceleratorError
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {spec.rank} cannot start CUDA on GPU {index}: {reason}",
+            where=f"rank {spec.rank}: local rank {spec.local_rank}, GPU {index}",
+            remedy="see nvidia-smi for the processes of that GPU: if there are many, or they use all of its memory, "
+            f"end some of them, or start fewer ranks; more ranks can share a GPU with {SHARED_GPU}=host",
+        ) from error
     bind_to_device(_pci_address(index))
     reporter.event("device", index=index, others=len(usable) - 1)
     sharing, shared = agree_on_devices(store, spec.world_size, _identity(index))

@@ -42,8 +42,8 @@ _STARTS = 20
 _START_PAUSE_SECONDS = 0.05
 # per rank and poll: a rank that reports a lot must not hide the end of another
 _MOST_EVENTS = 200
-# the parent of a process detects its death at once
-PATIENCE_SECONDS = 0.5
+# a process that is killed closes its connections before the driver of its GPU has released its memory, and ends then
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass(slots=True)

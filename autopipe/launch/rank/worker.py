@@ -129,7 +129,10 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, s
     state.plan, state.device = plan, torch.device(job.device)
     context = RunContext.of(plan, graph)
     reporter.at("connecting", waiting=True)
-    transport = _connect(spec, context, torch.device(job.device), job.excluded_devices, reporter, listener)
+    transport = _connect(spec, context, state.device, job.excluded_devices, reporter, listener)
+    if state.device.type == "cuda":
+        state.device = torch.device("cuda", torch.cuda.current_device())
+        job = replace(job, device=str(state.device))
     session = state.session = RankSession.start(run, job, context, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest(averaged=spec.averaged)
@@ -165,6 +168,7 @@ def _connect(
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":
             use_nccl = choose_gpu(spec, excluded_devices, store, reporter)
+            device = torch.device("cuda", torch.cuda.current_device())  # NCCL refuses a device without its index
         start_process_group(store, rank, world_size, timeout_seconds=seconds)
         communicators = Communicators.of(channels, groups) if use_nccl else None
         if communicators is not None and communicators.on_host and rank == 0:

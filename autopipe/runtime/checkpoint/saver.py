@@ -115,7 +115,7 @@ class Saver:
                 cut = {name: tensor for name, tensor in tensors.items() if name in slices}
                 tensors = {name: tensor for name, tensor in tensors.items() if name not in slices}
                 counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
-                counted |= {of_member(name, member): bits for name, bits in checksums(cut).items()}
+                counted |= {of_member(name, member): total for name, total in checksums(cut).items()}
                 tensors = share(tensors, writer, num_writers, counters)
                 tensors.update(share(cut, replica, num_writers // code.TEAM))
                 slices = {name: part for name, part in slices.items() if name in tensors}

@@ -54,6 +54,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     leads: bool  # the first process of the run: it reports what is of all ranks
+    through_host: bool  # messages go through host memory, also those that NCCL could carry; the same on all ranks
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Send a tensor without waiting. It must not be changed in place afterwards."""
@@ -199,6 +200,7 @@ class ThreadTransport:
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank, self.world_size = hub, rank, hub.world_size
         self.leads = rank == 0
+        self.through_host = False
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Put a copy of the tensor into the queue. As between processes, the receiver shares no memory."""

@@ -132,6 +132,7 @@ class ProcessTransport:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.leads = self.rank == 0
+        self.through_host = False
         self.device = device or torch.device("cpu")
         ordered = list(dict.fromkeys(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
@@ -147,11 +148,11 @@ class ProcessTransport:
         self._nccl = (
             None if communicators is None else NcclTransfers(communicators, self.rank, self.device, timeout_seconds)
         )
-        self._exercise([channel for channel in ordered if not self._by_nccl(channel)])
+        self._exercise(ordered)
         self._neighbours = Neighbours.connect(store, self.rank, self._by_host, timeout_seconds)
 
     def _by_nccl(self, channel: Channel) -> bool:
-        return self._nccl is not None and self._nccl.carries(channel)
+        return self._nccl is not None and not self.through_host and self._nccl.carries(channel)
 
     def _exercise(self, channels: Sequence[Channel]) -> None:
         """Send one element over every channel, so that a pair that cannot connect fails here, with its name."""
@@ -188,7 +189,7 @@ class ProcessTransport:
         if not filled:
             return
         self._departures.check()
-        if self._nccl is not None and filled[0][0].is_cuda and self._nccl.carries(channel):
+        if self._nccl is not None and filled[0][0].is_cuda and self._by_nccl(channel):
             with _translated():
                 self._nccl.send(channel, [packed(tensor, layout.order) for tensor, layout in filled])
             return

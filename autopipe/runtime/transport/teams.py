@@ -33,6 +33,15 @@ class TeamTransport:
         self.leads = processes.leads
         self.num_bytes = 0  # of the complete tensors that this member has exchanged inside of its team
 
+    @property
+    def through_host(self) -> bool:
+        """As in ``Transport``."""
+        return self.processes.through_host
+
+    @through_host.setter
+    def through_host(self, value: bool) -> None:
+        self.processes.through_host = value
+
     def _process(self, rank: int) -> int:
         return rank * self.size + self.member
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
-from autopipe.launch.rank import devices, numa, store
+from autopipe.launch.rank import devices, numa, store, worker
 from autopipe.launch.request import WorkerSpec
 
 
@@ -116,6 +116,21 @@ def test_sharing_a_gpu_on_purpose_is_permitted(monkeypatch, value, nccl):
     assert answers == [nccl] * 2
 
 
+def test_a_gpu_on_which_cuda_does_not_start_is_named(monkeypatch):
+    """The text is that of an H200 with too many processes."""
+
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ...")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    rank = spec(2, 4, local_rank=2, local_world_size=4)
+    with pytest.raises(RunError) as raised:
+        devices.choose_gpu(rank, (), dist.HashStore(), Events())  # type: ignore[arg-type]
+    assert raised.value.what == "rank 2 cannot start CUDA on GPU 0: CUDA error: out of memory"
+    assert "AUTOPIPE_SHARED_GPU=host" in raised.value.remedy
+
+
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     (answer,), _ = choose(monkeypatch, [spec(0, 1, local_rank=0, local_world_size=1)], [[]])
     assert "rank 0 has no usable GPU: 0 GPUs visible" in answer.what
@@ -161,6 +176,34 @@ def test_the_environment_of_a_gpu_rank_is_the_users_but_for_the_hardware_queues(
     assert environment["TORCH_GLOO_LAZY_INIT"] == "1"
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == "/run/logs/nccl-rank-"
+
+
+def test_ranks_that_share_a_gpu_through_host_memory_keep_the_hardware_queues(monkeypatch):
+    monkeypatch.setenv(devices.SHARED_GPU, "host")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(devices.os, "environ", devices.os.environ.copy())
+    devices.apply_settings(Path("/run/logs"))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in devices.os.environ
+
+
+def test_the_device_of_a_rank_has_an_index(monkeypatch):
+    """NCCL refuses a device without one."""
+    asked: dict[str, Any] = {}
+
+    def transport(channels: Any, groups: Any, **options: Any) -> Any:
+        asked.update(options)
+        return types.SimpleNamespace()
+
+    monkeypatch.setattr(worker, "ProcessTransport", transport)
+    for name in ("apply_settings", "open_store", "start_process_group", "choose_interface"):
+        monkeypatch.setattr(worker, name, lambda *_, **__: None)
+    monkeypatch.setattr(worker, "choose_gpu", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    plan = types.SimpleNamespace(team=1, num_ranks=1)
+    context: Any = types.SimpleNamespace(plan=plan, channels=(), groups=())
+    rank = spec(0, 1, local_rank=0, local_world_size=1)
+    worker._connect(rank, context, torch.device("cuda"), (), Events(), None)  # type: ignore[arg-type]
+    assert asked["device"] == torch.device("cuda", 3)
 
 
 def test_a_rank_runs_on_the_cpus_beside_its_gpu(tmp_path, monkeypatch):

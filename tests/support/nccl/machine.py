@@ -4,11 +4,12 @@ Each rank has a processor that issues operations in program order, CUDA streams,
 streams are mapped. A stream runs its operations one after the other. A queue starts its operations in order: one that
 must wait (for its stream or an event) blocks those behind it, of other streams too. Transfers of a communicator run on
 one stream in order; a send and its receive end together, when both run. So do collectives, when all members run. The
-processor stops while ``depth`` operations are unfinished, where the program waits for the device, and at a sum over
-gloo until all members have reached it.
+processor stops while ``depth`` operations are unfinished, where the program waits for the device, before a kernel that
+is loaded while anything is unfinished, and at a sum over gloo until all members have reached it.
 
-Sources: CUDA C++ Programming Guide, section "Streams"; NCCL user guide, "Group calls" and "Point-to-point"; torch's
-ProcessGroupNCCL (a stream of the pool for each communicator, ``wait`` orders streams). Time has no meaning here.
+Sources: CUDA C++ Programming Guide, sections "Streams" and "Lazy Loading"; NCCL user guide, "Group calls" and
+"Point-to-point"; torch's ProcessGroupNCCL (a stream of the pool for each communicator, ``wait`` orders streams). Time
+has no meaning here.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Operation:
     after: tuple[Operation, ...] = ()  # events that it waits for
     tensor: Hashable = None  # what is transferred: its shape identifies it
     members: tuple[int, ...] = ()  # of the communicator
+    loads: bool = False  # a kernel that is loaded first, which waits until everything before it is complete
     done: bool = False
     label: str = ""  # for messages: the instruction
 
@@ -136,6 +138,8 @@ class _Machine:
             operation.done = True
         else:
             if state.unfinished >= self.depth:
+                return False
+            if operation.loads and state.unfinished:
                 return False
             stream = state.stream(operation)
             if stream in state.last:

@@ -20,6 +20,7 @@ from autopipe.ir.messages import MessagePlan, channels
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.executor import Executor, Microbatch
+from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.transport import distributed, nccl
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
@@ -60,6 +61,7 @@ class Recorder:
         self.program = Program()
         self.calls = 0  # of new_group
         self.label = ""  # what the executor runs now
+        self.loads = False  # kernels run for the first time
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._last: Operation | None = None  # the newest operation on the compute stream
 
@@ -78,7 +80,7 @@ class Recorder:
 
     def kernel(self) -> None:
         """Record a kernel of a stage."""
-        self.add(Operation("kernel", COMPUTE))
+        self.add(Operation("kernel", COMPUTE, loads=self.loads))
 
     # -- torch.distributed -----------------------------------------------------------------------------------------
 
@@ -93,6 +95,8 @@ class Recorder:
     def new_group(self, ranks: Sequence[int], backend: str = "gloo", **options: Any) -> Any:
         """Return a group, which is the number of the call: the same on every rank."""
         self.calls += 1
+        if options.get("device_id") is not None and options["device_id"].index is None:
+            raise ValueError("init_process_group device_id parameter must be an accelerator with an index")
         if backend == "nccl" and self.rank in ranks:
             self.program.communicators.append(self.calls)
         return types.SimpleNamespace(number=self.calls, ranks=tuple(ranks), backend=backend)
@@ -249,8 +253,11 @@ class Run:
         )
         return processes if self.team == 1 else TeamTransport(processes, self.team)
 
-    def record(self, process: int) -> Recorder:
-        """Run one process of the run, and return what it recorded."""
+    def record(self, process: int, *, loading: int = 0) -> Recorder:
+        """Run one process of the run, and return what it recorded.
+
+        ``loading``: rows that run before, in which each kernel may be loaded; with 0, all kernels are loaded.
+        """
         recorder = Recorder(process, self.num_processes)
         with in_place(recorder):
             transport = self.transport()
@@ -264,7 +271,11 @@ class Run:
                 transport=transport,
                 reporter=_Reporter(recorder),  # type: ignore[arg-type]
             )
-            executor.run(turns(self.schedule, transport.rank), self._minibatches())
+            executor.kernels = FirstKernels() if loading else None
+            row, count = turns(self.schedule, transport.rank), self.spec.num_minibatches
+            for number in range(loading + 1):
+                recorder.loads = number < loading
+                executor.run(row, self._minibatches(number * count), offset=number * count)
         return recorder
 
     def _stages(self, transport: Any, recorder: Recorder) -> tuple[dict[int, Any], Any]:
@@ -275,7 +286,7 @@ class Run:
         members = {stage: MemberRunner(self, stage, recorder, transport) for stage in own}
         return members, MemberStepper(self, members, recorder, transport)
 
-    def _minibatches(self) -> dict[int, list[Microbatch]]:
+    def _minibatches(self, offset: int) -> dict[int, list[Microbatch]]:
         first, m = self.spec.first_minibatch, self.spec.num_microbatches
         recording: Any = types.SimpleNamespace(
             name="",
@@ -283,13 +294,14 @@ class Run:
             specs={v: TensorSpec((n, "i"), "float32", order=self.order) for v, n in self.numbers.items()},
         )
         return {
-            t: [Microbatch({}, 1.0, {"i": t * m + j + 1}, recording) for j in range(m)]
+            t + offset: [Microbatch({}, 1.0, {"i": t * m + j + 1}, recording) for j in range(m)]
             for t in range(first, first + self.spec.num_minibatches)
         }
 
     def values(self, edges: Mapping[Any, Sequence[str]], stage: int, key: tuple[int, int]) -> dict[str, torch.Tensor]:
         """Return the values that a stage sends over these edges for a microbatch."""
-        number = key[0] * self.spec.num_microbatches + key[1] + 1
+        first, count, m = self.spec.first_minibatch, self.spec.num_minibatches, self.spec.num_microbatches
+        number = (first + (key[0] - first) % count) * m + key[1] + 1  # a later row has the sizes of the first one
         names = [value for edge, values in edges.items() if edge[0] == stage for value in values]
         return {name: torch.empty((self.numbers[name], number), device=CUDA) for name in names}
 
@@ -360,6 +372,9 @@ class _Reporter:
         self.recorder.label = activity
 
 
-def recorded(run: Run, processes: Sequence[int] | None = None) -> list[Recorder]:
+def recorded(run: Run, processes: Sequence[int] | None = None, *, loading: int = 0) -> list[Recorder]:
     """Record processes of a run, all by default."""
-    return [run.record(process) for process in (range(run.num_processes) if processes is None else processes)]
+    return [
+        run.record(process, loading=loading)
+        for process in (range(run.num_processes) if processes is None else processes)
+    ]

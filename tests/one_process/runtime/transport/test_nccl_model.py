@@ -15,6 +15,7 @@ from support.nccl.recorder import CUDA, Recorder, Run, in_place, recorded
 
 from autopipe.ir import messages
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
+from autopipe.runtime.first_kernels import MINIBATCHES, FirstKernels
 from autopipe.runtime.transport import communicators
 from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
 from autopipe.runtime.transport.distributed import ProcessTransport
@@ -77,12 +78,33 @@ def test_training_over_nccl_ends(name):
         execute([r.program for r in recorders], queues=queues, streams=STREAMS, depth=depth)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "64" not in name])
+def test_training_ends_although_kernels_are_loaded_at_their_first_launch(name):
+    schedule, ranks, m, more = CASES[name]
+    run = case(schedule, ranks, m, **more)
+    recorders = recorded(run, loading=MINIBATCHES)
+    execute([r.program for r in recorders], queues=32, streams=STREAMS)
+    loaded = [[o.kind for o in r.program.operations] for r in recorders]
+    once = [[o.kind for o in r.program.operations] for r in recorded(run)]
+    assert [kinds.count("send") for kinds in loaded] == [kinds.count("send") for kinds in once]  # in the last row only
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved, 2 stages a rank", "2bw", "zero-bubble", "2 replicas"])
+def test_the_model_finds_the_deadlock_of_kernels_that_are_loaded_beside_receives(monkeypatch, name):
+    """An H200 did the same: every rank waited in the first launch of a kernel of cuDNN or of the backward."""
+    monkeypatch.setattr(FirstKernels, "may_load", lambda self, minibatches: False)
+    schedule, ranks, m, more = CASES[name]
+    recorders = recorded(case(schedule, ranks, m, **more), loading=1)
+    with pytest.raises(Deadlock):
+        execute([r.program for r in recorders], queues=32, streams=STREAMS)
+
+
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_and_layout_ends(drawn):
     kind, request, edges_of_stages = drawn
     assume(not kind.spills)  # one rank sends nothing
-    recorders = recorded(Run(kind.name, request, edges_of_stages))
+    recorders = recorded(Run(kind.name, request, edges_of_stages), loading=MINIBATCHES)
     execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
     for recorder in recorders:
         assert len(recorder.program.communicators) + 2 <= STREAMS
