@@ -31,6 +31,8 @@ TICK_SECONDS = 0.1
 PAUSE_SECONDS = 5.0
 # how long the other ranks may still report after the first failure: one of them may be the cause
 GRACE_SECONDS = 0.5
+# a killed process closes its connections, and ends when the driver of its GPU has released its memory
+GPU_SECONDS = 10.0
 # what NCCL's watchdog thread writes before it aborts the process, and how much of the log's end may contain it
 _NCCL, _TAIL_BYTES = b"ProcessGroupNCCL", 1 << 16
 STACKS_SECONDS = 1.0
@@ -93,6 +95,7 @@ class Supervisor:
         self.watchdog_seconds, self.slow_seconds = request.watchdog_seconds, request.slow_seconds
         self.stop, self._agreement = request.stop, Agreement(ranks.set_stop)
         self._states = [_State(rank) for rank in range(len(ranks.hosts))]
+        self._on_gpu = False  # a rank has reported its GPU
 
     def watch(self) -> None:
         """Return when every rank is done and its process has ended.
@@ -150,14 +153,16 @@ class Supervisor:
                 state = self._states[event["rank"]]
                 state.ended, state.ended_ns, state.code = True, event["time_ns"], event["code"]
             else:
+                self._on_gpu |= kind == "device"
                 self.on_event(dict(event))
 
     def _await_others(self) -> None:
         """Let the other ranks report for a moment; longer if only lost connections have been reported."""
         begin = time.monotonic()
+        patience = max(self.ranks.patience_seconds, GPU_SECONDS if self._on_gpu else 0.0)
         while not all(state.ended or state.error for state in self._states):
             only_lost = all(self._is_secondary(s) for s in self._states if s.failed)
-            if time.monotonic() - begin > (self.ranks.patience_seconds if only_lost else GRACE_SECONDS):
+            if time.monotonic() - begin > (patience if only_lost else GRACE_SECONDS):
                 return
             self._take(0.02)
 

@@ -25,11 +25,17 @@ _GATHER = ("embedding", "index", "index_select", "gather", "_unsafe_index", "sel
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(*_of_all_heads(query, key, value)))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(grad.shape, *_of_all_heads(query, key, value)))  # type: ignore[no-untyped-call]
+
+
+def _of_all_heads(query: Tensor, *others: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes with as many heads as the query has. Before torch 2.13, the formulas refuse grouped queries."""
+    batch, heads = query.shape[:2]
+    return [tuple(query.shape), *((batch, heads, *other.shape[2:]) for other in others)]
 
 
 def _recurrent(steps: Tensor, *arguments: Any, **_: Any) -> int:
@@ -51,9 +57,10 @@ def _added_vector(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
     return 2 * matrix.numel()
 
 
+_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _OWN: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **{f"_scaled_dot_product_{name}": _attention for name in _ATTENTIONS},
+    **{f"_scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTIONS},
     "mkldnn_rnn_layer": _recurrent,
     "mkldnn_rnn_layer_backward": _recurrent_backward,
     "mv": _vector,

@@ -78,7 +78,7 @@ class RankAssembly:
         recorder = span_recorder(self.transport.rank, device) if job.record_timeline else None
         executor = Executor(plan, request, runners, stepper, self.transport, self.reporter, recorder)
         if device.type == "cuda":
-            executor.kernels = FirstKernels()
+            executor.kernels = FirstKernels(request)
         if REGISTRY[plan.schedule].spills:
             books = DeviceBooks(device, job.device_budget_bytes)
             books.enforce()

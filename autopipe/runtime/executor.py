@@ -104,10 +104,7 @@ class Executor:
         """
         self._minibatches, self._training = minibatches, training
         if self.kernels is not None:
-            self.transport.through_host = self.kernels.may_load(
-                [(training, part.recording.name, *part.sizes.values()) for part in parts]
-                for parts in minibatches.values()
-            )
+            self.transport.through_host = self.kernels.may_load(minibatches, training=training)
         reporter = self.reporter
         plain = self.recorder is None and self.footprint is None and self.spiller is None
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:

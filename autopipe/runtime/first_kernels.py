@@ -8,31 +8,43 @@ device for a message while kernels may be loaded.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autopipe.ir.schedule import ScheduleSpec
+
+if TYPE_CHECKING:
+    from autopipe.runtime.executor import Microbatch
 
 MINIBATCHES = 2
 """After so many, the kernels are loaded: an optimizer runs others in its second step than in its first one."""
 
 
-@dataclass(slots=True)
 class FirstKernels:
-    """Counts the minibatches by what decides which kernels run: mode, recording and sizes of their microbatches.
+    """Counts the minibatches by what decides which kernels run where.
 
-    All ranks count the same minibatches, so they agree without a message.
+    These are the mode, the recording and the sizes of a microbatch, and the replicas that run it, which take turns. All
+    ranks count the same minibatches, so they agree without a message. ``request``: of the run.
     """
 
-    _run: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    def __init__(self, request: ScheduleSpec) -> None:
+        self._num_microbatches = request.num_microbatches
+        self._turns = math.lcm(*(len(ranks) for ranks in request.stage_ranks))  # as in ScheduleSpec.rank_of
+        self._run: Counter[tuple[Any, ...]] = Counter()
 
-    def may_load(self, minibatches: Iterable[Iterable[tuple[Any, ...]]]) -> bool:
-        """Return whether a row of these minibatches may load kernels, and count them.
-
-        ``minibatches``: for each, what decides the kernels of each of its microbatches.
-        """
-        kinds = [set(microbatches) for microbatches in minibatches]
-        unknown = any(self._run[kind] < MINIBATCHES for kind in set().union(*kinds))
+    def may_load(self, minibatches: Mapping[int, Sequence[Microbatch]], *, training: bool) -> bool:
+        """Return whether any rank may load kernels in a row of these minibatches, and count them."""
+        kinds = [
+            {self._kind(training, number, j, part) for j, part in enumerate(parts)}
+            for number, parts in minibatches.items()
+        ]
+        unknown = any(self._run[kind] < MINIBATCHES for each in kinds for kind in each)
         for each in kinds:
             self._run.update(each)
         return unknown
+
+    def _kind(self, training: bool, minibatch: int, microbatch: int, part: Microbatch) -> tuple[Any, ...]:
+        turn = (minibatch * self._num_microbatches + microbatch) % self._turns
+        return training, turn, part.recording.name, *part.sizes.values()

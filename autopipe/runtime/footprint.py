@@ -39,7 +39,7 @@ class _Stage:
 class Footprint:
     """Attributes allocations to the stages of one rank. Build it before the ``runners`` have run anything.
 
-    The workspace of cuBLAS (32 MiB on a Hopper GPU) belongs to no stage. A plan leaves room for it elsewhere.
+    The workspace of cuBLAS (32 MiB on a Hopper GPU) belongs to no stage. It is in what a plan leaves free of a GPU.
     """
 
     def __init__(self, runners: Mapping[int, StageRunner], device: torch.device) -> None:

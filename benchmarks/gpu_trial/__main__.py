@@ -9,6 +9,7 @@ and writes to the file that ``--output`` names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import shutil
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_trial.bench import Bench, TrialError, versions
+from benchmarks.gpu_trial.bench import Bench, NotRunError, TrialError, versions
 from benchmarks.gpu_trial.report import Outcome, page, write
 from benchmarks.gpu_trial.trials import Trial, profile, train, trials
 
@@ -60,14 +61,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=38.0, help="time for all trials")
     parser.add_argument("--seconds", type=float, default=180.0, help="time for one trial")
-    parser.add_argument(
-        "--over", choices=("auto", "nccl", "host"), default="auto", help="how ranks of one GPU exchange"
-    )
+    parser.add_argument("--over", choices=("auto", *OVER), default="auto", help="how ranks of one GPU exchange")
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time; those of times follow, one at a time")
     parser.add_argument("--logs", type=Path, help="file for what the commands and ranks of failed trials print")
     parser.add_argument("--only", default="", help="trials whose names contain one of these words, separated by commas")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: there must be at least 1")
     problem = _problem(options)
     if problem:
         print(problem, file=sys.stderr)
@@ -99,8 +100,13 @@ def main() -> int:
         words = [word for word in options.only.split(",") if word]
         chosen = [trial for trial in trials(options.device) if not words or any(word in trial.name for word in words)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            for future in as_completed([pool.submit(run, trial, setting, end) for trial in chosen if not trial.alone]):
-                record(future.result())
+            try:
+                futures = [pool.submit(run, trial, setting, end) for trial in chosen if not trial.alone]
+                for future in as_completed(futures):
+                    record(future.result())
+            except BaseException:  # such as Ctrl-C
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         for trial in chosen:
             if trial.alone:
                 record(run(trial, setting, end))
@@ -118,11 +124,13 @@ def run(trial: Trial, setting: Setting, end: float = float("inf")) -> Outcome:
             shutil.copytree(setting.profile, bench.work_dir)
         try:
             result, detail = "held", trial.run(bench)
+        except NotRunError as reason:
+            result, detail = "not run", str(reason)
         except Exception as failure:  # whatever it is, the other trials are worth running
             result, detail = "did not hold", str(failure) if isinstance(failure, TrialError) else repr(failure)
-            if setting.logs is not None:
-                with setting.logs.open("a", encoding="utf-8") as logs:
-                    logs.write(f"==== {trial.name}: {detail}\n{bench.output()}\n")
+        if result == "did not hold" and setting.logs is not None:
+            with contextlib.suppress(OSError), setting.logs.open("a", encoding="utf-8") as logs:
+                logs.write(f"==== {trial.name}: {detail}\n{bench.output()}\n")
     return Outcome(trial.name, trial.expected, result, detail, time.monotonic() - begin)
 
 

@@ -30,6 +30,10 @@ class TrialError(Exception):
     """What a trial expects did not hold."""
 
 
+class NotRunError(Exception):
+    """A trial cannot show anything here. The text is the reason."""
+
+
 @dataclass(slots=True)
 class Bench:
     """The devices of the trials, and a folder for one of them."""

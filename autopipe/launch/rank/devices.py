@@ -32,23 +32,23 @@ _SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
-_QUEUES = 32
-"""The most that CUDA supports. A GPU has room for a few such processes only: 20 on an H200 did not start."""
+_QUEUES, _QUEUES_OF_SHARED = 32, 8
+"""The most that CUDA supports, and its default. A GPU has room for a few processes with 32: 20 on an H200 did not
+start, with 8 they did."""
 
 
 def apply_settings(logs: Path) -> None:
     """Set the environment of a rank on a GPU, before CUDA starts. ``logs``: where NCCL's last operations are written.
 
     The user's environment takes precedence, except over the number of hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1,
-    a frequent setting for tensor parallelism, makes a pipeline deadlock. Ranks that share a GPU through host memory
-    need no more queues than other programs: no stream waits for another rank.
+    a frequent setting for tensor parallelism, makes a pipeline deadlock.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl-rank-"))  # torch appends the rank
     # one queue for each stream: in a shared one, a receive that waits can block the send that its peer waits for
-    if os.environ.get(SHARED_GPU) != "host":
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
+    queues = _QUEUES_OF_SHARED if os.environ.get(SHARED_GPU) == "host" else _QUEUES
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
 
 
 def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: Reporter) -> bool:
@@ -95,7 +95,7 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
     return use_nccl
 
 
-_BY = {True: "over NCCL", False: "through host memory"}
+_BY = {True: "over NCCL, and through host memory while kernels are loaded", False: "through host memory"}
 
 
 def agree_on_devices(store: Any, world_size: int, identity: str) -> tuple[int, bool]:

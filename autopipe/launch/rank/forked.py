@@ -34,16 +34,16 @@ from autopipe.launch.request import WorkerSpec
 
 PRELOAD = ["autopipe.launch.rank.fork_server_preload"]
 FORK_SERVER: Any = forkserver._forkserver  # it has no public name
-# for a killed process to end
-END_SECONDS = 5.0
+# for a killed process to end: its GPU's driver releases the memory first
+END_SECONDS = 15.0
 # a socket's path holds 107 bytes, and multiprocessing's own names take up to 40 of them
 _LONGEST_FOLDER = 60
 _STARTS = 20
 _START_PAUSE_SECONDS = 0.05
 # per rank and poll: a rank that reports a lot must not hide the end of another
 _MOST_EVENTS = 200
-# a process that is killed closes its connections before the driver of its GPU has released its memory, and ends then
-PATIENCE_SECONDS = 10.0
+# the parent of a process detects its death at once
+PATIENCE_SECONDS = 0.5
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.session import RankSession
-from autopipe.runtime.transport.base import Transport, TransportClosed, translate
+from autopipe.runtime.transport.base import Transport, TransportClosed, translate, with_index
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
@@ -130,9 +130,8 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, s
     context = RunContext.of(plan, graph)
     reporter.at("connecting", waiting=True)
     transport = _connect(spec, context, state.device, job.excluded_devices, reporter, listener)
-    if state.device.type == "cuda":
-        state.device = torch.device("cuda", torch.cuda.current_device())
-        job = replace(job, device=str(state.device))
+    state.device = with_index(state.device)
+    job = replace(job, device=str(state.device))
     session = state.session = RankSession.start(run, job, context, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest(averaged=spec.averaged)
@@ -168,7 +167,6 @@ def _connect(
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":
             use_nccl = choose_gpu(spec, excluded_devices, store, reporter)
-            device = torch.device("cuda", torch.cuda.current_device())  # NCCL refuses a device without its index
         start_process_group(store, rank, world_size, timeout_seconds=seconds)
         communicators = Communicators.of(channels, groups) if use_nccl else None
         if communicators is not None and communicators.on_host and rank == 0:

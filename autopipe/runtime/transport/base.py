@@ -41,6 +41,13 @@ def translate(error: RuntimeError) -> BaseException:
     return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its index, without which NCCL refuses a GPU: that of this process."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class Pending(Protocol):
     """A receive that has been posted, or a sum that has started."""
 

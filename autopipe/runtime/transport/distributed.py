@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.ir.channel import FIGURES, Channel
-from autopipe.runtime.transport.base import Pending, translate
+from autopipe.runtime.transport.base import Pending, translate, with_index
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.departures import Departures
 from autopipe.runtime.transport.host_messages import ArrivingMessage, HostMessage, host_message
@@ -133,7 +133,7 @@ class ProcessTransport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.leads = self.rank == 0
         self.through_host = False
-        self.device = device or torch.device("cpu")
+        self.device = with_index(device or torch.device("cpu"))
         ordered = list(dict.fromkeys(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
         # the channels whose values arrive in their own order in memory, so that results are equal to the last bit

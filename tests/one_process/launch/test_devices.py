@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
-from autopipe.launch.rank import devices, numa, store, worker
+from autopipe.launch.rank import devices, numa, store
 from autopipe.launch.request import WorkerSpec
 
 
@@ -76,7 +76,9 @@ def test_ranks_that_each_see_one_gpu_of_their_own_use_nccl(monkeypatch):
     specs = [spec(rank, 4, local_rank=rank, local_world_size=4) for rank in range(4)]
     answers, reporter = choose(monkeypatch, specs, [[f"gpu-{rank}"] for rank in range(4)])
     assert answers == [True] * 4
-    assert reporter.notes == ["ranks exchange tensors over NCCL: each has its own GPU"]
+    assert reporter.notes == [
+        "ranks exchange tensors over NCCL, and through host memory while kernels are loaded: each has its own GPU"
+    ]
 
 
 def test_ranks_that_see_all_gpus_take_one_each(monkeypatch):
@@ -178,32 +180,12 @@ def test_the_environment_of_a_gpu_rank_is_the_users_but_for_the_hardware_queues(
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == "/run/logs/nccl-rank-"
 
 
-def test_ranks_that_share_a_gpu_through_host_memory_keep_the_hardware_queues(monkeypatch):
+def test_ranks_that_share_a_gpu_through_host_memory_have_fewer_hardware_queues(monkeypatch):
     monkeypatch.setenv(devices.SHARED_GPU, "host")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(devices.os, "environ", devices.os.environ.copy())
     devices.apply_settings(Path("/run/logs"))
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in devices.os.environ
-
-
-def test_the_device_of_a_rank_has_an_index(monkeypatch):
-    """NCCL refuses a device without one."""
-    asked: dict[str, Any] = {}
-
-    def transport(channels: Any, groups: Any, **options: Any) -> Any:
-        asked.update(options)
-        return types.SimpleNamespace()
-
-    monkeypatch.setattr(worker, "ProcessTransport", transport)
-    for name in ("apply_settings", "open_store", "start_process_group", "choose_interface"):
-        monkeypatch.setattr(worker, name, lambda *_, **__: None)
-    monkeypatch.setattr(worker, "choose_gpu", lambda *_: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    plan = types.SimpleNamespace(team=1, num_ranks=1)
-    context: Any = types.SimpleNamespace(plan=plan, channels=(), groups=())
-    rank = spec(0, 1, local_rank=0, local_world_size=1)
-    worker._connect(rank, context, torch.device("cuda"), (), Events(), None)  # type: ignore[arg-type]
-    assert asked["device"] == torch.device("cuda", 3)
+    assert devices.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_rank_runs_on_the_cpus_beside_its_gpu(tmp_path, monkeypatch):

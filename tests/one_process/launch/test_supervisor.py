@@ -114,6 +114,14 @@ def test_after_a_lost_connection_the_supervisor_waits_for_the_cause(tmp_path: Pa
     assert "rank 1 on h1" in cause.where and cause.remedy == "check it"
 
 
+def test_a_killed_process_on_a_gpu_may_end_late(tmp_path: Path) -> None:
+    """The driver releases the memory of the GPU first."""
+    device = {"kind": "device", "rank": 0, "index": 0, "others": 0}
+    script = [[device], [error(0, 10, "closed", secondary=True)], *[[]] * 50, [exited(1, 20, -9)]]
+    cause = failure(Played(script), tmp_path)
+    assert cause.rank == 1 and "SIGKILL" in cause.what
+
+
 def test_lost_connections_alone_are_reported_as_such(tmp_path: Path) -> None:
     script = [[error(0, 10, "closed", secondary=True), error(1, 9, "reset", secondary=True)]]
     assert failure(Played(script), tmp_path).what == "reset"

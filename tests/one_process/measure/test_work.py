@@ -38,6 +38,17 @@ def test_attention_is_counted_for_every_kernel(causal):
     assert (forward.repeated_flops, backward.repeated_flops) == (0, product)
 
 
+def test_attention_with_grouped_queries_computes_as_many_products():
+    key = torch.randn(2, 2, 128, 32)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, key, key, enable_gqa=True)
+
+    forward, backward = counts(attend, torch.randn(2, 4, 128, 32, requires_grad=True))
+    product = 2 * 2 * 4 * 128 * 128 * 32
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)
+
+
 def test_recurrent_layers_are_counted():
     x = torch.randn(5, 3, 16)
     lstm = nn.LSTM(16, 32)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopipe.ir.messages import MessagePlan, channels
-from autopipe.ir.schedule import ScheduleSpec, StageEdges
+from autopipe.ir.schedule import Schedule, ScheduleSpec, StageEdges
 from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.executor import Executor, Microbatch
 from autopipe.runtime.first_kernels import FirstKernels
@@ -61,8 +63,10 @@ class Recorder:
         self.program = Program()
         self.calls = 0  # of new_group
         self.label = ""  # what the executor runs now
-        self.loads = False  # kernels run for the first time
+        self.lazy = False  # CUDA loads a kernel at its first launch
+        self.launches: Counter[Hashable] = Counter()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.last = 0  # the first operation of the last window
         self._last: Operation | None = None  # the newest operation on the compute stream
 
     def add(self, operation: Operation) -> Operation:
@@ -78,9 +82,11 @@ class Recorder:
         self.program.operations.clear()
         self._last = None
 
-    def kernel(self) -> None:
-        """Record a kernel of a stage."""
-        self.add(Operation("kernel", COMPUTE, loads=self.loads))
+    def kernel(self, *what: Hashable) -> None:
+        """Record a kernel of a stage. ``what``: all that decides which one; the second step has another one, too."""
+        new = self.launches[what] < (2 if what[0] == "step" else 1)
+        self.launches[what] += 1
+        self.add(Operation("kernel", COMPUTE, loads=self.lazy and new))
 
     # -- torch.distributed -----------------------------------------------------------------------------------------
 
@@ -203,7 +209,8 @@ class _HostSums:
 class Run:
     """A layout whose processes are recorded.
 
-    ``values``: in each message; ``order``: of each value, as in the plan; ``team``: the members of each rank.
+    ``values``: in each message; ``order``: of each value, as in the plan; ``team``: the members of each rank;
+    ``size``: of microbatch (minibatch, microbatch), by default another one for each.
     """
 
     def __init__(
@@ -215,9 +222,11 @@ class Run:
         values: int = 1,
         order: tuple[int, ...] = (),
         team: int = 1,
+        size: Callable[[int, int], int] | None = None,
     ) -> None:
         self.order, self.team = order, team
-        self.spec = spec
+        self.spec, self.edges, self.name = spec, edges, schedule
+        self.size = size or (lambda t, j: t * spec.num_microbatches + j + 1)
         self.schedule = lower(make(schedule, spec), edges)
         self.messages = MessagePlan(
             {edge: tuple(f"f{edge}.{i}" for i in range(values)) for edge in sorted(edges.forward)},
@@ -253,12 +262,14 @@ class Run:
         )
         return processes if self.team == 1 else TeamTransport(processes, self.team)
 
-    def record(self, process: int, *, loading: int = 0) -> Recorder:
+    def record(self, process: int, *, windows: int = 0) -> Recorder:
         """Run one process of the run, and return what it recorded.
 
-        ``loading``: rows that run before, in which each kernel may be loaded; with 0, all kernels are loaded.
+        ``windows``: how many windows of minibatches run, with kernels that are loaded at their first launch; 0: one
+        window, and all kernels are loaded.
         """
         recorder = Recorder(process, self.num_processes)
+        recorder.lazy = windows > 0
         with in_place(recorder):
             transport = self.transport()
             recorder.begin()
@@ -271,12 +282,19 @@ class Run:
                 transport=transport,
                 reporter=_Reporter(recorder),  # type: ignore[arg-type]
             )
-            executor.kernels = FirstKernels() if loading else None
-            row, count = turns(self.schedule, transport.rank), self.spec.num_minibatches
-            for number in range(loading + 1):
-                recorder.loads = number < loading
-                executor.run(row, self._minibatches(number * count), offset=number * count)
+            executor.kernels = FirstKernels(self.spec) if windows else None
+            for number in range(max(windows, 1)):
+                recorder.last = len(recorder.program.operations)
+                first = self.spec.first_minibatch + number * self.spec.num_minibatches
+                executor.run(turns(self._schedule_of(first), transport.rank), self._minibatches(first))
         return recorder
+
+    @functools.cache  # noqa: B019  # as long as the run
+    def _schedule_of(self, first: int) -> Schedule:
+        """Return the schedule of the window of minibatches from ``first`` on."""
+        if first == self.spec.first_minibatch:
+            return self.schedule
+        return lower(make(self.name, replace(self.spec, first_minibatch=first)), self.edges)
 
     def _stages(self, transport: Any, recorder: Recorder) -> tuple[dict[int, Any], Any]:
         """Return the stages of a rank, and what steps them."""
@@ -286,22 +304,21 @@ class Run:
         members = {stage: MemberRunner(self, stage, recorder, transport) for stage in own}
         return members, MemberStepper(self, members, recorder, transport)
 
-    def _minibatches(self, offset: int) -> dict[int, list[Microbatch]]:
-        first, m = self.spec.first_minibatch, self.spec.num_microbatches
+    def _minibatches(self, first: int) -> dict[int, list[Microbatch]]:
+        m = self.spec.num_microbatches
         recording: Any = types.SimpleNamespace(
             name="",
             message_plan=self.messages,
             specs={v: TensorSpec((n, "i"), "float32", order=self.order) for v, n in self.numbers.items()},
         )
         return {
-            t + offset: [Microbatch({}, 1.0, {"i": t * m + j + 1}, recording) for j in range(m)]
+            t: [Microbatch({}, 1.0, {"i": self.size(t, j)}, recording) for j in range(m)]
             for t in range(first, first + self.spec.num_minibatches)
         }
 
     def values(self, edges: Mapping[Any, Sequence[str]], stage: int, key: tuple[int, int]) -> dict[str, torch.Tensor]:
         """Return the values that a stage sends over these edges for a microbatch."""
-        first, count, m = self.spec.first_minibatch, self.spec.num_minibatches, self.spec.num_microbatches
-        number = (first + (key[0] - first) % count) * m + key[1] + 1  # a later row has the sizes of the first one
+        number = self.size(*key)
         names = [value for edge, values in edges.items() if edge[0] == stage for value in values]
         return {name: torch.empty((self.numbers[name], number), device=CUDA) for name in names}
 
@@ -323,17 +340,17 @@ class _Runner:
         self.versions = types.SimpleNamespace(use=lambda version: None)
 
     def forward(self, key: tuple[int, int], *_: object) -> dict[str, torch.Tensor]:
-        self.recorder.kernel()
+        self.recorder.kernel("F", self.index, self.run.size(*key))
         return self.run.values(self.run.messages.forward, self.index, key)
 
     def backward(self, key: tuple[int, int], arrived: object) -> dict[str, torch.Tensor]:
-        self.recorder.kernel()
+        self.recorder.kernel("B", self.index, self.run.size(*key))
         return self.run.values(self.run.messages.backward, self.index, key)
 
     backward_inputs = backward
 
     def backward_weights(self, key: tuple[int, int]) -> None:
-        self.recorder.kernel()
+        self.recorder.kernel("W", self.index, self.run.size(*key))
 
 
 class _Stepper:
@@ -361,7 +378,7 @@ class _Stepper:
             pending.wait()
 
     def step(self, stage: int, minibatch: int) -> None:
-        self.recorder.kernel()
+        self.recorder.kernel("step", stage)
 
 
 class _Reporter:
@@ -372,9 +389,7 @@ class _Reporter:
         self.recorder.label = activity
 
 
-def recorded(run: Run, processes: Sequence[int] | None = None, *, loading: int = 0) -> list[Recorder]:
+def recorded(run: Run, processes: Sequence[int] | None = None, *, windows: int = 0) -> list[Recorder]:
     """Record processes of a run, all by default."""
-    return [
-        run.record(process, loading=loading)
-        for process in (range(run.num_processes) if processes is None else processes)
-    ]
+    numbers = range(run.num_processes) if processes is None else processes
+    return [run.record(process, windows=windows) for process in numbers]

@@ -136,13 +136,13 @@ class MemberRunner:
         return own_rows(self, summed(self, self._product(value, weights["out"])), 0)
 
     def _product(self, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self.recorder.kernel()
+        self.recorder.kernel("F", self.index, id(weight), tuple(value.shape))
         return functional.linear(value, weight)
 
     def backward(self, key: tuple[int, int], arrived: Mapping[str, torch.Tensor]) -> Any:
         """Run a backward."""
         output, _ = self._in_flight.pop(key)
-        self.recorder.kernel()
+        self.recorder.kernel("B", self.index, self.run.size(*key))
         with _disable_current_modes():
             torch.autograd.backward([output], [torch.zeros_like(output)])
         return self.run.values(self.run.messages.backward, self.index, key)
@@ -150,14 +150,14 @@ class MemberRunner:
     def backward_inputs(self, key: tuple[int, int], arrived: Mapping[str, torch.Tensor]) -> Any:
         """Run the half of a backward that earlier stages wait for."""
         output, received = self._in_flight.pop(key)
-        self.recorder.kernel()
+        self.recorder.kernel("I", self.index, self.run.size(*key))
         with _disable_current_modes():
             self._pending[key] = backward_inputs([output], [torch.zeros_like(output)], received, self.parameters)
         return self.run.values(self.run.messages.backward, self.index, key)
 
     def backward_weights(self, key: tuple[int, int]) -> None:
         """Run the other half."""
-        self.recorder.kernel()
+        self.recorder.kernel("W", self.index, self.run.size(*key))
         with _disable_current_modes():
             self._pending.pop(key).finish(self.parameters)
 
@@ -198,7 +198,7 @@ class MemberStepper:
         with _disable_current_modes():
             if not self._stepped:
                 self._prepare()
-            self.recorder.kernel()
+            self.recorder.kernel("step", stage)
             if stage in self._shards:
                 self._shards[stage].exchange()
         self._stepped.append(stage)

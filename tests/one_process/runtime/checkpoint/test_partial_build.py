@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
+from torch.nn.init import orthogonal_
 
 from autopipe.errors import RunError
 from autopipe.ir.tensor import TensorSpec
@@ -181,7 +183,16 @@ UNSEEN = {
 }
 
 
-@pytest.mark.parametrize("more", UNSEEN.values(), ids=UNSEEN)
+# before torch 2.12, orthogonal_ draws also for a tensor on meta
+skipping = pytest.mark.skipif(
+    "is_meta" not in inspect.getsource(orthogonal_), reason="orthogonal_ draws for all tensors"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(more, id=name, marks=skipping if "orthogonal_" in more else ()) for name, more in UNSEEN.items()],
+)
 def test_what_the_global_generator_does_not_show_is_built_complete(monkeypatch, tmp_path, more):
     workload = workload_of(tmp_path, more)
     whole = workload.build_model()
@@ -218,6 +229,7 @@ def test_state_of_the_file_is_that_of_a_first_build(monkeypatch, tmp_path):
     assert same(stage, whole)
 
 
+@skipping
 def test_a_model_that_differs_in_each_build_is_refused(monkeypatch, tmp_path):
     more = f"[orthogonal_(b.weight) for b in self.blocks]; {COUNTED}"
     first = workload_of(tmp_path, more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from support.nccl.recorder import CUDA, Recorder, Run, in_place, recorded
 
 from autopipe.ir import messages
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
-from autopipe.runtime.first_kernels import MINIBATCHES, FirstKernels
+from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.transport import communicators
 from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
 from autopipe.runtime.transport.distributed import ProcessTransport
@@ -78,34 +79,87 @@ def test_training_over_nccl_ends(name):
         execute([r.program for r in recorders], queues=queues, streams=STREAMS, depth=depth)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "64" not in name])
+def loading(
+    schedule: str, replicas: int, m: int, size: Callable[[int, int], int], *, ranks: int = 2, minibatches: int = 1
+) -> Run:
+    """Return a run whose replicas take turns."""
+    spec = ScheduleSpec(layout(ranks, 1, replicas), m, minibatches)
+    return Run(schedule, spec, edges(ranks), size=size)
+
+
+def one_size(t: int, j: int) -> int:
+    return 1
+
+
+LOADING = {  # runs, each with a number of windows after which all kernels are loaded
+    **{
+        name: (Run(k, r.spec, r.edges, size=one_size), 3)
+        for name, (k, ranks, m, more) in CASES.items()
+        if ranks * m <= 256 and more.get("v", 1) <= 4
+        for r in [case(k, ranks, m, **more)]
+    },
+    "one shape, 8 replicas for 2 microbatches": (loading("1f1b", 8, 2, one_size), 9),
+    "9 samples in 4 microbatches, 3 replicas": (loading("1f1b", 3, 4, lambda t, j: 3 if j == 0 else 2), 7),
+    "lengths that change places": (loading("1f1b", 2, 4, lambda t, j: 1 + (t * t + j) % 4), 6),
+    "windows of one minibatch": (loading("pipedream", 3, 1, one_size), 7),
+    "every fourth batch is short": (loading("pipedream", 3, 1, lambda t, j: 2 if t % 4 else 1), 26),
+    "windows of two minibatches": (loading("2bw", 3, 4, one_size, minibatches=2), 4),
+}
+
+
+@pytest.mark.parametrize("name", LOADING)
 def test_training_ends_although_kernels_are_loaded_at_their_first_launch(name):
-    schedule, ranks, m, more = CASES[name]
-    run = case(schedule, ranks, m, **more)
-    recorders = recorded(run, loading=MINIBATCHES)
-    execute([r.program for r in recorders], queues=32, streams=STREAMS)
-    loaded = [[o.kind for o in r.program.operations] for r in recorders]
-    once = [[o.kind for o in r.program.operations] for r in recorded(run)]
-    assert [kinds.count("send") for kinds in loaded] == [kinds.count("send") for kinds in once]  # in the last row only
+    run, windows = LOADING[name]
+    recorders = recorded(run, windows=windows)
+    execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
+    kinds = []
+    for recorder in recorders:
+        last = recorder.program.operations[recorder.last :]
+        assert not any(operation.loads for operation in last)
+        kinds += [operation.kind for operation in last]
+    without = [o.kind for recorder in recorded(run) for o in recorder.program.operations]
+    for kind in ("send", "gloo-send"):  # the last window goes over NCCL as if all kernels had been loaded before
+        assert kinds.count(kind) == without.count(kind)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved, 2 stages a rank", "2bw", "zero-bubble", "2 replicas"])
+def windows_without_the_host(monkeypatch: pytest.MonkeyPatch, run: Run, windows: int) -> None:
+    monkeypatch.setattr(FirstKernels, "may_load", lambda self, minibatches, training: False)
+    execute([r.program for r in recorded(run, windows=windows)], queues=32, streams=STREAMS)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "2bw", "pipedream", "1f1b, skips", "2 replicas"])
 def test_the_model_finds_the_deadlock_of_kernels_that_are_loaded_beside_receives(monkeypatch, name):
-    """An H200 did the same: every rank waited in the first launch of a kernel of cuDNN or of the backward."""
-    monkeypatch.setattr(FirstKernels, "may_load", lambda self, minibatches: False)
-    schedule, ranks, m, more = CASES[name]
-    recorders = recorded(case(schedule, ranks, m, **more), loading=1)
     with pytest.raises(Deadlock):
-        execute([r.program for r in recorders], queues=32, streams=STREAMS)
+        windows_without_the_host(monkeypatch, *LOADING[name])
+
+
+def test_the_model_agrees_with_a_gpu(monkeypatch):
+    """Four ranks with eight microbatches over NCCL on an H200: 1f1b deadlocked, gpipe and interleaved did not."""
+    for schedule, v in (("gpipe", 1), ("interleaved", 2)):
+        run = case(schedule, 4, 8, v=v)
+        windows_without_the_host(monkeypatch, Run(schedule, run.spec, run.edges, size=one_size), 3)
+    run = case("1f1b", 4, 8)
+    with pytest.raises(Deadlock):
+        windows_without_the_host(monkeypatch, Run("1f1b", run.spec, run.edges, size=one_size), 1)
+
+
+def test_the_model_finds_the_deadlock_of_replicas_that_load_kernels_later_than_others(monkeypatch):
+    """If all replicas counted together, the last ones would load a kernel while others use NCCL."""
+    monkeypatch.setattr(math, "lcm", lambda *numbers: 1)
+    run, windows = LOADING["9 samples in 4 microbatches, 3 replicas"]
+    with pytest.raises(Deadlock):
+        execute([r.program for r in recorded(run, windows=windows)], queues=32, streams=STREAMS)
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_schedule_and_layout_ends(drawn):
     kind, request, edges_of_stages = drawn
     assume(not kind.spills)  # one rank sends nothing
-    recorders = recorded(Run(kind.name, request, edges_of_stages), loading=MINIBATCHES)
-    execute([recorder.program for recorder in recorders], queues=32, streams=STREAMS)
+    loaded = recorded(Run(kind.name, request, edges_of_stages))
+    recorders = recorded(Run(kind.name, request, edges_of_stages, size=one_size), windows=3)
+    for each in (loaded, recorders):
+        execute([recorder.program for recorder in each], queues=32, streams=STREAMS)
     for recorder in recorders:
         assert len(recorder.program.communicators) + 2 <= STREAMS
 
@@ -166,6 +220,15 @@ def test_messages_beyond_the_streams_of_torch_go_through_the_host(counts):
     assert max(per_rank.values()) <= STREAMS - 2
     execute([recorder.program for recorder in recorded(run)], queues=32, streams=STREAMS)
     assert "go through host memory" in run.communicators.note
+
+
+def test_a_device_gets_the_index_that_nccl_wants(monkeypatch):
+    """The recorder refuses a device without one, as torch does."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    run = Run("1f1b", ScheduleSpec(layout(2), 2), edges(2))
+    with in_place(Recorder(0, 2)):
+        transport = ProcessTransport(run.channels, device=torch.device("cuda"), communicators=run.communicators)
+    assert transport.device == CUDA
 
 
 def test_a_message_of_several_values_is_one_operation():
