@@ -95,7 +95,7 @@ LOADING = {  # runs, each with a number of windows after which all kernels are l
     **{
         name: (Run(k, r.spec, r.edges, size=one_size), 3)
         for name, (k, ranks, m, more) in CASES.items()
-        if ranks * m <= 256 and more.get("v", 1) <= 4
+        if ranks * m <= 128 and more.get("v", 1) <= 4
         for r in [case(k, ranks, m, **more)]
     },
     "one shape, 8 replicas for 2 microbatches": (loading("1f1b", 8, 2, one_size), 9),
@@ -152,7 +152,7 @@ def test_the_model_finds_the_deadlock_of_replicas_that_load_kernels_later_than_o
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_schedule_and_layout_ends(drawn):
     kind, request, edges_of_stages = drawn
     assume(not kind.spills)  # one rank sends nothing
