@@ -17,6 +17,7 @@ from autopipe.ir.graph import Graph
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.coupling import coupling_notes
 from autopipe.trace.loss.divisor import find_divisor
+from autopipe.trace.loss.gradient import refuse_without_gradient
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
@@ -52,23 +53,31 @@ def capture(
     ``training``: False captures the model in evaluation mode. Memory: weights are not copied; ``verify`` keeps two
     gradients per parameter.
 
-    Raises: TraceError with the user's line if the model cannot be captured, or if the graph differs from the model.
+    Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
+    the loss of a training has no gradient.
     """
     model = workload.build_model() if model is None else model
     if training:
-        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
+        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, training=True)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     before, trained = ModelSnapshot(model), workload.spec.opaque_modules
     model.eval()
     try:
-        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
+        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, training=False)
     finally:
         before.restore()
         workload.run_opaque(trained)
 
 
 def _capture(
-    workload: Workload, model: nn.Module, batch_size: int, allow_data_dependent: bool, verify: bool, free: bool
+    workload: Workload,
+    model: nn.Module,
+    batch_size: int,
+    allow_data_dependent: bool,
+    verify: bool,
+    free: bool,
+    *,
+    training: bool,
 ) -> Capture:
     _refuse_sparse_parameters(model)
     ran: dict[types.CodeType, Ran] = {}
@@ -88,6 +97,8 @@ def _capture(
     strategies = CaptureStrategies(workload, model, item, batch_size, lengths, allow_data_dependent, opaque=opaque)
     with _nothing_collected():
         captured = strategies.capture()
+        if training:
+            refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
         of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
