@@ -1,4 +1,4 @@
-"""Sparse tensors: their dense parts, for files and comparisons.
+"""Sparse tensors: their dense parts, for files and comparisons. ``wide``: any tensor, for the size of a difference.
 
 torch implements few operations for sparse layouts (COO, CSR, CSC, BSR, BSC): they have no ``equal``, storage or
 strides. A safetensors file can store only dense tensors. A sparse tensor consists of a few dense tensors, its *parts*.
@@ -136,3 +136,11 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with a dense layout."""
     return tensor.to_dense() if is_sparse(tensor) else tensor
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor dense and in double precision, for comparisons: complex128 if it is complex, else float64.
+
+    ``double()`` would drop the imaginary part.
+    """
+    return dense(tensor).to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -203,16 +203,15 @@ def _compare_one(name: str, wanted: Tensor | None, actual: Tensor | None, label:
         )
     if sparse.equal(wanted, actual):
         return True
-    a, b = sparse.dense(wanted).double(), sparse.dense(actual).double()
+    a, b = sparse.wide(wanted), sparse.wide(actual)
     if a.shape == b.shape:
-        if torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()):
-            a, b = (t.nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
-        difference = (a - b).abs()
-        scale = max(float(a.abs().max()), 1e-6)
+        difference = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+        finite = a.abs()[a.isfinite()]
+        scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-6)
         if bool((difference <= _tolerance(name) * scale).all()):
             return bool((difference == 0).all())
         index = int(difference.nan_to_num(float("inf")).argmax())
-        numbers = f"{float(wanted.flatten()[index]):.9g} and {float(actual.flatten()[index]):.9g}"
+        numbers = f"{a.flatten()[index].item():.9g} and {b.flatten()[index].item():.9g}"
     else:
         numbers = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
     raise TraceError(

@@ -168,7 +168,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return max |a - b| / max |b|. Infinite if shapes differ or a value is NaN."""
     if ours.shape != theirs.shape:
         return float("inf")
-    a, b = sparse.dense(ours).double(), sparse.dense(theirs).double()
+    a, b = sparse.wide(ours), sparse.wide(theirs)
     same = a == b
     if bool(same.all()):
         return 0.0
@@ -177,7 +177,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _holds_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool(sparse.dense(tensor).isnan().any())
+    return bool(sparse.dense(tensor).isnan().any())
 
 
 def _overflowed(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopipe import sparse
 from autopipe.trace.loss.steady import difference, gradients_of, steady
 from autopipe.workload import Workload
 
@@ -81,7 +82,7 @@ def _stepped(workload: Workload, gradients: dict[str, torch.Tensor], device: tor
     optimizer = workload.optimizer(list(parameters.items()))
     if optimizer is not None:
         optimizer.step()
-    return {name: parameter.detach().double().cpu() for name, parameter in parameters.items()}
+    return {name: sparse.wide(parameter.detach()).cpu() for name, parameter in parameters.items()}
 
 
 def _largest(whole: torch.Tensor, other: torch.Tensor | None) -> float | None:

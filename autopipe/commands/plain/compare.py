@@ -24,7 +24,7 @@ mine = {name: tensor.cpu() for name, tensor in weights.items()}
 unequal = [name for name in mine if name not in other or not torch.equal(mine[name], other[name])]
 for name in unequal:
     if name in other:
-        print(f"{name}: differs by {(mine[name].double() - other[name].double()).abs().max()}")
+        print(f"{name}: differs by {(mine[name].to(torch.complex128) - other[name].to(torch.complex128)).abs().max()}")
     else:
         print(f"{name}: missing")
 print(f"{len(mine) - len(unequal)} of {len(mine)} tensors are equal, bit for bit")

@@ -126,7 +126,7 @@ def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mappin
 
 def _moved(name: str, value: Tensor, step: int, scale: float) -> Tensor:
     """Return other values that depend on name and step only, multiplied by ``scale``."""
-    if not value.is_floating_point() or not value.numel():
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return value.clone()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     noise = torch.randn(value.shape, generator=generator).to(value.dtype)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopipe import sparse
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.ir.graph import Graph
 from autopipe.trace.record.model_snapshot import ModelSnapshot
@@ -104,10 +105,10 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
 def _move(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if not parameter.requires_grad or not parameter.is_floating_point():
+        if not parameter.requires_grad:  # so it is a real or a complex tensor
             continue
         now = parameter.data
-        size = float(now.double().pow(2).mean().sqrt()) if now.numel() else 0.0
+        size = float(sparse.wide(now).abs().pow(2).mean().sqrt()) if now.numel() else 0.0
         noise = torch.randn(now.shape, generator=generator).to(now.device, now.dtype)
         parameter.data = now + noise * (_AWAY * size if size else _SMALL)
 
@@ -149,8 +150,7 @@ def gradients_of(
         if loss.requires_grad and (weight is not None or factor):
             torch.autograd.backward(loss * (factor if weight is None else weight.detach()))
     return {
-        name: (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).detach().double().cpu()
-        / (weights or 1.0)
+        name: sparse.wide(parameter.grad.detach()).cpu() / (weights or 1.0)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -161,8 +161,8 @@ def difference(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> floa
     size = apart = 0.0
     for name in {**whole, **parts}:
         one, other = whole.get(name, torch.zeros(())), parts.get(name, torch.zeros(()))
-        size += float(one.pow(2).sum())
-        apart += float((one - other).pow(2).sum())
+        size += float(one.abs().pow(2).sum())
+        apart += float((one - other).abs().pow(2).sum())
     if not math.isfinite(size) or not math.isfinite(apart) or not size:
         return None
     return math.sqrt(apart / size)
