@@ -5,7 +5,8 @@ over all gradients, a rate by position in the list, one scale for all), a stage 
 members of a team have parts of tensors, and differ if a step looks beyond each element (a norm or a factorization). One
 step of training may not show this: a warm-up starts at a rate of 0, and a clip or a scale may act later. So the
 optimizer is built over all parameters and over those of each stage. Both get the same gradients of several sizes for a
-dozen steps, at rates other than 0, and the weights are compared after every step.
+dozen steps, at rates other than 0, and the weights are compared after every step. State is compared, too: an optimizer
+may keep a norm over all gradients for many steps before it skips or clips by it.
 
 Only the optimizer runs. Large models are probed on tensors with truncated dimensions.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.draws import exclusive
+from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.differing import differing
+from autopipe.runtime.training_state.nodes import UnstorableError
+from autopipe.runtime.training_state.unread import is_unread
 from autopipe.workload import Workload
 from autopipe.workload.batches.isolation import PrivateRandom
 
@@ -37,6 +42,8 @@ SCALES: tuple[float | None, ...] = (1.0, 1e-3, 1e3, 1.0, 1.0, 1e-3, 1e3, 1.0, 0.
 WHOLE_BYTES, CUT = 4 * 2**20, 16
 # of the largest value of a tensor
 _ROUNDING = 1e-5
+# after which steps states are compared: describing them takes longer than a step
+_COMPARED_STATES = (1, 2, len(SCALES))
 # the learning rate that replaces 0
 _RATE = 1e-3
 
@@ -49,10 +56,12 @@ class Finding:
     stage: int
     # from 1
     step: int
-    # relative to the largest value of the parameter
+    # relative to the largest value of the parameter, or of the value in the state
     error: float
     # whether the optimizer draws random numbers
     draws: bool
+    # the path of a value of the state that differs, "" if the weights do
+    state: str = ""
 
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
@@ -81,6 +90,16 @@ class _Stepped:
                 log.info("the scheduler was left out of the probe: %s", error)
         self.random = PrivateRandom(0)
         self.drew = False
+
+    def described(self) -> Description | None:
+        """Describe the state; None if it cannot be described."""
+        if self.optimizer is None:
+            return None
+        try:
+            return describe({"optimizer": self.optimizer, "scheduler": self.scheduler}, self.parameters)
+        except (UnstorableError, RecursionError) as error:  # commands that save refuse it
+            log.info("the state of the optimizer was left out of the probe: %s", error)
+            return None
 
     def step(self, number: int, scale: float | None) -> None:
         """Take one step."""
@@ -118,9 +137,10 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
         if len(set(owned_by.values())) < 2:
             return None
         cut = sum(p.numel() * p.element_size() for p in trained.values()) > WHOLE_BYTES
-        whole = _Stepped(workload, {name: p for name, p in trained.items() if name in owned_by}, cut=cut)
+        every = {name: p for name, p in trained.items() if name in owned_by}
+        whole = _Stepped(workload, every, cut=cut)
         parts = [_Stepped(workload, names, cut=cut) for names in owned if names]
-        del trained, owned
+        states = [_States.of(part, whole) for part in parts] if workload.stepping.is_customized else []
         for number, scale in enumerate(SCALES, start=1):
             try:
                 for stepped in (whole, *parts):
@@ -134,7 +154,61 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
                     if not torch.equal(ours.nan_to_num(), expected.nan_to_num()):
                         off = float((ours - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
                         return Finding(name, owned_by[name], number, off, whole.drew)
+            findings = [finding for each in states for finding in each.findings(number, owned_by)]
+            if findings:
+                again = _Stepped(workload, every, cut=cut)
+                for earlier, its_scale in enumerate(SCALES[:number], start=1):
+                    again.step(earlier, its_scale)
+                # what differs between two optimizers over all parameters, such as a time, does not depend on stages
+                varying = {path for path, *_ in _States(again, whole, set()).differing()}
+                if repeated := [finding for finding in findings if finding.state not in varying]:
+                    return repeated[0]
     return None
+
+
+@dataclass(slots=True)
+class _States:
+    """The state of an optimizer over a part of the parameters, compared with that of one over all."""
+
+    part: _Stepped
+    whole: _Stepped
+    # paths that differ before the first step, such as the number of parameters
+    before: set[str]
+
+    @staticmethod
+    def of(part: _Stepped, whole: _Stepped) -> _States:
+        """Compare before the first step."""
+        states = _States(part, whole, set())
+        states.before = {path for path, *_ in states.differing()}
+        return states
+
+    def differing(self) -> Iterator[tuple[str, Any, Any]]:
+        """Iterate what differs now and did not before the first step: (path, value, value over all)."""
+        ours, theirs = self.part.described(), self.whole.described()
+        for path, one, two in differing(ours, theirs, self.part.parameters) if ours and theirs else ():
+            if not any(path == known or path.startswith((f"{known}[", f"{known}.")) for known in self.before):
+                yield path, one, two
+
+    def findings(self, number: int, owned_by: Mapping[str, int]) -> list[Finding]:
+        """Return the differences that matter after a step of the probe, if states are compared after it."""
+        name = next(iter(self.part.parameters))
+        return [
+            Finding(name, owned_by[name], number, _relative(one, two), self.whole.drew, path)
+            for path, one, two in (self.differing() if number in _COMPARED_STATES else ())
+            if not is_unread(path, self.part.optimizer, self.part.scheduler)
+        ]
+
+
+def _relative(one: Any, two: Any) -> float:
+    """Return by how much a number differs from another one, 1 for other values."""
+    values = [value if isinstance(value, torch.Tensor) else None for value in (one, two)]
+    if any(type(value) in (int, float) for value in (one, two)):
+        values = [torch.tensor(float(value)) if type(value) in (int, float) else None for value in (one, two)]
+    ours, expected = values
+    if ours is None or expected is None or ours.shape != expected.shape or not ours.numel():
+        return 1.0
+    ours, expected = (torch.view_as_real(v) if v.is_complex() else v.double() for v in (ours, expected))
+    return float((ours - expected).nan_to_num().abs().max() / expected.nan_to_num().abs().max().clamp_min(1e-30))
 
 
 def probe_members(

@@ -136,9 +136,11 @@ def looks_beyond(finding: Finding, prepared: Prepared, *, shard: bool = False) -
     """
     where = prepared.workload.stepping.optimizer_place
     whole = "all parameters of the stage" if shard else "the whole model"
+    label = _label(prepared, finding.stage)
+    what = f"its state {finding.state} over" if finding.state else f"its step of {finding.parameter} in"
     difference = (
-        f"with the same gradients, its step of {finding.parameter} in {_label(prepared, finding.stage)} differs from "
-        f"that over {whole} (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
+        f"with the same gradients, {what} {label} differs from that over {whole} (by {finding.error:.1e} of its "
+        f"largest value, in step {finding.step} of the probe)"
     )
     others, each = ("other replicas", "replica") if shard else ("other stages", "stage")
     instead = _COMPLETE if shard else _ONE_STAGE

@@ -2,7 +2,7 @@
 
 The state of a parameter or group comes from the stage that owned the parameter. State of the complete optimizer (a step
 count, a generator) is restored if all stages agree on it, and refused otherwise: such a state belongs to one cut of the
-model, and only that cut can continue from it.
+model, and only that cut can continue from it. A value that nothing reads is that of the first stage.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autopipe.runtime.training_state.nodes import LIVE, Node, children, kind_of
 from autopipe.runtime.training_state.restore import MisfitError
 
 SameTensor = Callable[[str, str], bool]
+Unread = Callable[[str], bool]
 _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
 
@@ -40,13 +41,15 @@ def groups_of(node: Node) -> list[list[str]]:
 
 
 def merge(
-    sources: Sequence[Source], live: Mapping[str, Node], names: Sequence[str], same_tensor: SameTensor
+    sources: Sequence[Source], live: Mapping[str, Node], names: Sequence[str], same_tensor: SameTensor, unread: Unread
 ) -> dict[str, Node]:
     """Return the description for a stage that owns ``names``. ``live`` describes what its hooks build now.
 
+    ``unread``: whether no code reads the value at a path.
+
     Raises: MisfitError if the stages differ in state that belongs to all parameters.
     """
-    merger = _Merger(sources, live, set(names), same_tensor)
+    merger = _Merger(sources, live, set(names), same_tensor, unread)
     return {
         root: merger.node([s.tree[root] for s in sources], [s.initial.get(root) for s in sources], live.get(root), root)
         for root in sources[0].tree
@@ -56,9 +59,14 @@ def merge(
 
 class _Merger:
     def __init__(
-        self, sources: Sequence[Source], live: Mapping[str, Node], names: set[str], same_tensor: SameTensor
+        self,
+        sources: Sequence[Source],
+        live: Mapping[str, Node],
+        names: set[str],
+        same_tensor: SameTensor,
+        unread: Unread,
     ) -> None:
-        self.names, self.same_tensor = names, same_tensor
+        self.names, self.same_tensor, self.unread = names, same_tensor, unread
         self.membership = [source.groups for source in sources]
         self.groups = groups_of(live["optimizer"])
         self.place = {
@@ -102,11 +110,11 @@ class _Merger:
     def one(self, nodes: Sequence[Node], path: str, *, tensor: bool = False) -> Node:
         first = nodes[0]
         for other in nodes[1:]:
+            alike = other == first
             if tensor:
                 alike = kind_of(other) == kind_of(first) and {**other, "name": ""} == {**first, "name": ""}
-                if not alike or not self.same_tensor(first["name"], other["name"]):
-                    raise self.differs(path)
-            elif other != first:
+                alike = alike and self.same_tensor(first["name"], other["name"])
+            if not alike and not self.unread(path):
                 raise self.differs(path)
         return first
 
@@ -154,7 +162,8 @@ class _Merger:
         for key in keys:
             one, two = first.get(key), other.get(key)
             tensors = kind_of(one) == "tensor" == kind_of(two)
-            if not (tensors and one and two and self.same_tensor(one["name"], two["name"])):
+            alike = tensors and one and two and self.same_tensor(one["name"], two["name"])
+            if not alike and not self.unread(f"{path}[{key!r}]"):
                 raise MisfitError(f"{path}[{key!r}]", f"is one value for {who} now, and was two in the checkpoint")
 
     def per_group(self, items: Sequence[Sequence[Node]], live: int | None, path: str) -> list[Node] | None:

@@ -18,6 +18,7 @@ from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.merge import Source, groups_of, merge
 from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, malformed, tensor_names
 from autopipe.runtime.training_state.restore import MisfitError, restore
+from autopipe.runtime.training_state.unread import is_unread
 
 _HOLDS = (
     "keep it as numbers, text, tensors, lists, dicts or generators, in optimizer.state, in param_groups or in "
@@ -39,6 +40,10 @@ class Training:
     def roots(self) -> dict[str, object]:
         """The objects that are described and restored."""
         return {"optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def is_unread(self, path: str) -> bool:
+        """Return whether no code of the optimizer and the scheduler reads the value at a path."""
+        return is_unread(path, self.optimizer, self.scheduler)
 
     def initial(self) -> dict[str, Node]:
         """Describe what the hooks have built, before the first step. Raises: RunError as ``state`` does."""
@@ -121,7 +126,7 @@ def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
         raise _misfit(MisfitError("the optimizer", "is not in the checkpoint: it trained nothing"), checkpoint)
     try:
         sources = [Source(stage.state, stage.initial) for stage in stored]
-        return merge(sources, live, list(training.owned), same)
+        return merge(sources, live, list(training.owned), same, training.is_unread)
     except MisfitError as error:
         raise _misfit(error, checkpoint) from None
 

@@ -32,6 +32,7 @@ from torch import nn
 from autopipe.draws import exclusive
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.differing import bits_equal
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
@@ -187,7 +188,7 @@ def _refuse_unequal(ours: Description, theirs: Description) -> None:
     """Refuse if a restored state has a different description. Raises: RunError."""
     path = _difference(ours.tree, theirs.tree, "")
     if not path:
-        different = [n for n, t in ours.tensors.items() if not _bits_equal(t, theirs.tensors[n])]
+        different = [n for n, t in ours.tensors.items() if not bits_equal(t, theirs.tensors[n])]
         path = different[0] if different else ""
     if path:
         raise RunError(
@@ -195,10 +196,6 @@ def _refuse_unequal(ours: Description, theirs: Description) -> None:
             where=path,
             remedy=_KEEP,
         )
-
-
-def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _difference(one: Any, other: Any, path: str) -> str:

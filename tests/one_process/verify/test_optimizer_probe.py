@@ -85,6 +85,36 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 def optimizer(named): return Own(values(named), lr=0.1)
 """,
+    "own_count_and_time": """
+import time
+class Own(torch.optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.numbers = [0] * sum(len(g["params"]) for g in self.param_groups)
+        self.when, self.n = 0.0, 0
+    def step(self, closure=None):
+        self.when, self.n = max(self.when, time.perf_counter()), self.n + 1
+        self.numbers = [n + 1 for n in self.numbers]
+        return super().step(closure)
+def optimizer(named): return Own(values(named), lr=0.1)
+""",
+    "norm_for_the_log": """
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        self.last_norm = norm.item()
+        for g in self.param_groups:
+            g["norm"] = norm
+        return super().step(closure)
+def optimizer(named): return Own(values(named), lr=0.1)
+""",
+    "rates_by_kind": """
+def optimizer(named):
+    flat, thin = [p for _, p in named if p.dim() == 2], [p for _, p in named if p.dim() != 2]
+    return torch.optim.AdamW([{"params": flat}, {"params": thin}], lr=1e-3)
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 1 / (t + 1), lambda t: 0.5**t])
+""",
     "marked": """
 def optimizer(named):
     return torch.optim.SGD([{"params": [p], "lr": getattr(p, "rate", 0.1)} for _, p in named], lr=0.1)
@@ -138,6 +168,41 @@ def scheduler(optimizer): return torch.optim.lr_scheduler.LambdaLR(optimizer, la
 def optimizer(named):
     half = len(named) // 2
     return torch.optim.SGD([{"params": values(named[:half]), "lr": 0.1}, {"params": values(named[half:])}], lr=0.01)
+""",
+    "skips_spikes_late": """
+class Own(torch.optim.AdamW):
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        group = self.param_groups[0]
+        n, mean = group.setdefault("seen", 0), group.setdefault("mean", 0.0)
+        group["seen"] = n + 1
+        if n >= 50 and norm > 1.05 * mean:
+            return None
+        group["mean"] = float(norm) if n == 0 else 0.9 * mean + 0.1 * float(norm)
+        return super().step(closure)
+def optimizer(named): return Own(values(named), lr=1e-3)
+""",
+    "percentile_of_a_history": """
+class Own(torch.optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.norms = []
+    def step(self, closure=None):
+        own = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        self.norms.append(float(torch.stack([p.grad.norm() for p in own]).norm()))
+        if len(self.norms) > 100:
+            torch.nn.utils.clip_grad_norm_(own, sorted(self.norms)[10])
+        return super().step(closure)
+def optimizer(named): return Own(values(named), lr=0.1)
+""",
+    "state_at_the_first_parameter": """
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        own = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        state, norm = self.state[own[0]], torch.stack([p.grad.norm() for p in own]).norm()
+        state["mean"] = norm + state.get("mean", 0)
+        return super().step(closure)
+def optimizer(named): return Own(values(named), lr=0.1)
 """,
     "one_scale": """
 class Own(torch.optim.SGD):

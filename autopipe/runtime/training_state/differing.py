@@ -1,0 +1,95 @@
+"""Compare the state of an optimizer over some parameters with that of one over more, as each parameter sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autopipe.runtime.training_state.describe import Description
+from autopipe.runtime.training_state.nodes import Node, kind_of
+
+_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "hooks")
+_TENSORS = ("tensor", "array", "generator")
+# nodes inside a node, by the field that has them
+_FIELDS = ("self", "function", "arguments", "keywords", "state", "defaults")
+
+
+def differing(part: Description, whole: Description, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Iterate (path, value, value in ``whole``) of what differs in a state over ``names``, some of those of ``whole``.
+
+    The groups and the states of parameters are compared by the parameters' names. What belongs to other parameters, and
+    a value that the state over ``names`` does not have at all, are left out.
+    """
+    for root, node in part.tree.items():
+        if root in whole.tree:
+            yield from _Pair(part.tensors, whole.tensors, names).nodes(node, whole.tree[root], root)
+
+
+class _Pair:
+    def __init__(
+        self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: Collection[str]
+    ) -> None:
+        self.ours, self.theirs, self.names = ours, theirs, names
+
+    def nodes(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
+        kind, other = kind_of(one), kind_of(two)
+        if "same" in (kind, other):  # it was compared where it is described
+            return
+        if "by_parameter" in (kind, other) and {kind, other} <= {"by_parameter", "dict"}:
+            yield from self.by_parameter(one, two, path)
+        elif kind != other:
+            yield path, one, two
+        elif kind == "groups":
+            yield from self.groups(one, two, path)
+        elif kind in _TENSORS:
+            ours, theirs = self.ours.get(one.get("name", "")), self.theirs.get(two.get("name", ""))
+            if ours is not None and theirs is not None and not bits_equal(ours, theirs):
+                yield path, ours, theirs
+        elif kind in _SEQUENCES:
+            if len(one["items"]) != len(two["items"]):
+                yield path, one, two
+                return
+            for index, (ours, theirs) in enumerate(zip(one["items"], two["items"], strict=True)):
+                yield from self.nodes(ours, theirs, f"{path}[{index}]")
+        elif kind in ("dict", "object"):
+            field, shape = ("items", "[{!r}]") if kind == "dict" else ("attributes", ".{}")
+            before = {repr(key): value for key, value in two[field]}
+            for key, value in one[field]:
+                yield from self.entry(value, before, repr(key), path + shape.format(key))
+        elif kind == "function":
+            for field in ("cells", "attributes"):
+                for key, value in one[field].items():
+                    yield from self.entry(value, two[field], key, f"{path}.{key}")
+        elif kind in ("method", "partial", "random"):
+            for field in _FIELDS:
+                if field in one and field in two:
+                    yield from self.nodes(one[field], two[field], f"{path}.{field}")
+        elif one != two or type(one) is not type(two):
+            yield path, one, two
+
+    def entry(self, value: Node, before: Mapping[str, Node], key: str, path: str) -> Iterator[tuple[str, Any, Any]]:
+        if key in before:
+            yield from self.nodes(value, before[key], path)
+        else:
+            yield path, value, None
+
+    def by_parameter(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
+        ours, theirs = (dict(node["items"]) if kind_of(node) == "by_parameter" else {} for node in (one, two))
+        for name, value in ours.items():
+            yield from self.entry(value, theirs, name, f"{path}[{name}]")
+        for name in theirs.keys() & set(self.names) - ours.keys():
+            yield f"{path}[{name}]", None, theirs[name]
+
+    def groups(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
+        places = {name: group["values"] for group in two["groups"] for name in group["params"]}
+        for index, group in enumerate(one["groups"]):
+            for values in {id(places[name]): places[name] for name in group["params"] if name in places}.values():
+                for key, value in group["values"].items():
+                    yield from self.entry(value, values, key, f"{path}[{index}][{key!r}]")
+
+
+def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit, NaN included."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())

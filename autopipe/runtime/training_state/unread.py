@@ -1,0 +1,57 @@
+"""Values that an optimizer writes and no code reads, such as a norm for the log. They decide nothing."""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+import types
+from collections.abc import Iterator
+from itertools import pairwise
+
+# of a value of a group, of a parameter's state, or of the optimizer or scheduler itself
+_PLACE = re.compile(
+    r"(?:optimizer\.param_groups\[\d+\]|optimizer\.state\[[^\]]+\])\['(\w+)'\]|(?:optimizer|scheduler)\.(\w+)"
+)
+
+
+def is_unread(path: str, *roots: object) -> bool:
+    """Return whether the code of these objects' classes only assigns the value at a path of ``describe``.
+
+    All functions are searched of the modules that define the classes.
+    """
+    place = _PLACE.fullmatch(path)
+    if place is None:
+        return False
+    key, reading = (place[1], ("LOAD_CONST",)) if place[1] else (place[2], ("LOAD_CONST", "LOAD_ATTR", "LOAD_METHOD"))
+    classes = {base for root in roots if root is not None for base in type(root).__mro__[:-1]}
+    modules = {base.__module__ for base in classes}
+    return not any(_reads(code, key, reading) for name in modules for code in _codes_of(name))
+
+
+def _reads(code: types.CodeType, key: str, reading: tuple[str, ...]) -> bool:
+    """Return whether one of the operations ``reading`` has a name, but for the assignment of an item."""
+    return any(
+        one.argval == key and one.opname in reading and (following is None or following.opname != "STORE_SUBSCR")
+        for one, following in pairwise([*dis.get_instructions(code), None])
+        if one is not None
+    )
+
+
+def _codes_of(module: str) -> Iterator[types.CodeType]:
+    """Iterate the code of all functions and classes of a module."""
+    for value in list(vars(sys.modules.get(module, types)).values()):
+        if getattr(value, "__module__", "") != module:
+            continue
+        for member in vars(value).values() if isinstance(value, type) else (value,):
+            for function in (member, *(getattr(member, name, None) for name in ("fget", "fset", "__wrapped__"))):
+                code = getattr(getattr(function, "__func__", function), "__code__", None)
+                if isinstance(code, types.CodeType):
+                    yield from _nested(code)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
