@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -237,8 +238,26 @@ _OWN = {
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module, such as the rate of a dropout."""
-    return {key: value for key, value in vars(module).items() if key not in _OWN}
+    """Return the plain attributes of a module of torch that its code reads, such as the rate of a dropout."""
+    kind: Any = type(module)  # a class is hashable
+    names = _names_in(kind)
+    return {key: value for key, value in vars(module).items() if key in names and key not in _OWN}
+
+
+@functools.cache
+def _names_in(kind: type) -> frozenset[str]:
+    """Return the names in the code of a class: those of all attributes that it reads, and more."""
+    members = [member for owner in kind.__mro__ for member in vars(owner).values()]
+    functions = [getattr(member, "fget", None) or getattr(member, "__func__", member) for member in members]
+    return frozenset(name for f in functions if isinstance(f, types.FunctionType) for name in _names_of(f.__code__))
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    """Yield the names in a code and in the functions that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_of(constant)
 
 
 def rebuilt_module(form: Sequence[Any], tensors: dict[str, Tensor]) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,3 +50,14 @@ def from_a_library() -> bool:
 def in_a_library(file: str) -> bool:
     """Return whether a file is of autopipe, torch, Python or an installed package, or not a file."""
     return not file or file.startswith((_PACKAGE, _TORCH, *_LIBRARIES, "<"))
+
+
+def is_of_a_library(kind: type) -> bool:
+    """Return whether a class is of autopipe, torch, Python or an installed package."""
+    return is_library(sys.modules.get(str(kind.__module__)))
+
+
+def is_library(module: Any) -> bool:
+    """Return the same for a module of Python. A script may register any object as one."""
+    file = getattr(module, "__file__", None)
+    return in_a_library(file if isinstance(file, str) else "")

@@ -31,9 +31,11 @@ from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
 from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
+from autopipe.trace.record.containers import attributes
 from autopipe.trace.record.follow import follow
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.result import Capture
+from autopipe.trace.state.snapshots.places import slots
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
         return any(_holds_tensors(entry, depth - 1) for entry in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_holds_tensors(entry, depth - 1) for entry in value)
-    own = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return any(_holds_tensors(entry, depth - 1) for entry in (*own, *getattr(value, "__dict__", {}).values()))
+    own = (*slots(value).values(), *(attributes(value) or {}).values())
+    return any(_holds_tensors(entry, depth - 1) for entry in own)
 
 
 def _output(value: Any) -> Output:

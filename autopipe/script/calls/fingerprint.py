@@ -217,7 +217,8 @@ class _Description:
         if isinstance(value, functools.partial):
             return ("partial", self.of(value.func, depth), self.of((value.args, value.keywords), depth))
         if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-            return ("method", value.__name__, *(self.of(part, depth) for part in behind(value)))
+            name = value.__name__ if isinstance(value, types.BuiltinMethodType) else ""  # a partial may be the function
+            return ("method", name, *(self.of(part, depth) for part in behind(value)))
         if self.kept is not None and isinstance(value, CONTAINERS):
             self.kept.append((value, copied(value)))
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
@@ -303,6 +304,6 @@ def hooks_of(model: nn.Module) -> str:
     for path, module in model.named_modules():
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils"):
+                if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils"):
                     return path or "the model"
     return ""

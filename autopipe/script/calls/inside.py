@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-import sys
 import types
 from collections import deque
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.script.refusals import in_a_library
+from autopipe.script.refusals import in_a_library, is_of_a_library
 from autopipe.trace.record.containers import CONTAINERS, PLAIN_CONTAINERS, attributes
 from autopipe.trace.state.snapshots.kinds import behind
 from autopipe.trace.state.snapshots.places import slots
@@ -66,7 +65,7 @@ def may_hold(value: Any) -> bool:
 def attributes_of(value: Any, code: Reader) -> list[tuple[str, Any]] | None:
     """Return (name, value) of the attributes of an object that the code may read; None if they are too many."""
     every = [*(attributes(value) or {}).items(), *slots(value).items()]
-    if callable(value) and in_a_library(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
+    if callable(value) and is_of_a_library(type(value)):
         every = [entry for entry in every if isinstance(entry[1], (*PLAIN, *CONTAINERS))]
     return None if len(every) >= MOST else [entry for entry in every if code.reads(entry[0])]
 

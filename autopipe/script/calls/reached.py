@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.script.calls.inside import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
-from autopipe.script.refusals import in_a_library
+from autopipe.script.refusals import in_a_library, is_library, is_of_a_library
 from autopipe.trace.state.observing.bytecode import imported
 from autopipe.trace.state.snapshots.places import ByIdentity
 
@@ -55,6 +55,7 @@ class Reached:
         self._cells: dict[int, tuple[types.CellType, str]] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._memoized: dict[int, Any] = {}
+        self._wrappers: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._made: set[int] = set()  # classes that the code may call
         self._namespaces: dict[int, dict[str, Any]] = {}
@@ -122,7 +123,8 @@ class Reached:
     def memoized(self) -> Iterator[tuple[Hashable, str, Hashable]]:
         """Yield (place, name, number of results that it computed) of the functions that keep their results."""
         for function in self._memoized.values():
-            yield id(function), function.__qualname__, function.cache_info().misses
+            name = getattr(function, "__qualname__", None) or repr(function.__wrapped__)
+            yield id(function), name, function.cache_info().misses
 
     def functions_of(self, places: Iterable[Hashable]) -> list[Any]:
         """Return the functions of places that ``memoized`` has given."""
@@ -135,12 +137,12 @@ class Reached:
 
     def _class(self, kind: type) -> None:
         for owner in kind.__mro__:
-            if owner is not object and not owner.__module__.startswith("torch."):
+            if owner is not object and not str(owner.__module__).startswith("torch."):
                 self._classes.setdefault(id(owner), owner)
 
     def _members(self, kind: type) -> None:
         """Follow what the code may read of a class: by name, or by an operator."""
-        own = not _is_of_a_library(kind)
+        own = not is_of_a_library(kind)
         for name, value in list(vars(kind).items()):
             method = own and name.startswith("__") and isinstance(value, types.FunctionType)
             if (
@@ -188,7 +190,7 @@ class Reached:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._follow(part)
         elif isinstance(value, type):
-            if not _is_of_a_library(value):
+            if not is_of_a_library(value):
                 self._class(value)
                 if not issubclass(value, nn.Module):
                     self._made.update(map(id, value.__mro__))
@@ -237,7 +239,7 @@ class Reached:
         """Add what a module has by these names. ``own``: the script's code names it, which may also replace it."""
         if module is None:
             return
-        library = in_a_library(getattr(module, "__file__", None) or "")
+        library = is_library(module)
         for name in names & vars(module).keys() if own or not library else ():
             if (id(vars(module)), name) not in self._places:
                 self._place(vars(module), name)
@@ -247,14 +249,23 @@ class Reached:
 
     def _follow_own(self, value: Any) -> None:
         """Follow a function, class or object with methods, if it is not one of an installed package."""
-        code = getattr(value, "__code__", None) or getattr(getattr(value, "__wrapped__", None), "__code__", None)
-        if code is not None and in_a_library(code.co_filename):
+        if is_of_a_library(type(value)) and (code := _code_of(value)) is not None and in_a_library(code.co_filename):
+            self._wrapped(value)
             return
         self._follow(value)
         if isinstance(value, types.MethodType):
             value = value.__self__
-        if not is_code(value) and not isinstance(value, functools.partial) and not _is_of_a_library(type(value)):
+        if not is_code(value) and not isinstance(value, functools.partial) and not is_of_a_library(type(value)):
             self._class(type(value))  # its methods
+
+    def _wrapped(self, value: Any) -> None:
+        """Follow the script's functions that a function of an installed package calls, such as one of a decorator."""
+        if id(value) not in self._wrappers:
+            self._wrappers[id(value)] = value
+            cells = map(_contents, getattr(value, "__closure__", None) or ())
+            for inner in (getattr(value, "__wrapped__", None), *cells):
+                if isinstance(inner, (types.FunctionType, types.MethodType, _MEMOIZED)):
+                    self._follow_own(inner)
 
 
 def value_in(owner: dict[str, Any] | type, name: str) -> Any:
@@ -275,10 +286,6 @@ def bind(owner: dict[str, Any] | type, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
-def _is_of_a_library(kind: type) -> bool:
-    return in_a_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
-
-
 def _behind(value: Any) -> Iterator[Any]:
     if isinstance(value, (staticmethod, classmethod, types.MethodType)):
         yield value.__func__
@@ -286,6 +293,17 @@ def _behind(value: Any) -> Iterator[Any]:
         yield from (part for part in (value.fget, value.fset, value.fdel) if part is not None)
     elif isinstance(value, functools.cached_property):
         yield value.func
+    elif isinstance(value, functools.partialmethod):
+        yield from (value.func, *value.args, *value.keywords.values())
+
+
+def _code_of(value: Any) -> types.CodeType | None:
+    """Return the code of a function, or of the one that it wraps. An object may have anything under these names."""
+    for function in (value, getattr(value, "__wrapped__", None)):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, types.CodeType):
+            return code
+    return None
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -1,7 +1,10 @@
 """Forwards that read through objects and containers; the globals that these read change between steps."""
 
+import functools
+import sys
 import types
 
+import numpy as np
 import torch
 from model_of_ways import try_all
 
@@ -20,7 +23,32 @@ def raised(h):
     return h + height
 
 
+class Silent:
+    """Answers every name with a function, as stubs of loggers and operator tables do."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: level
+
+
+@torch.enable_grad()
+def decorated(h):
+    return h * level
+
+
+@functools.singledispatch
+def dispatched(h):
+    return h * level
+
+
+class Named:
+    times = functools.partialmethod(lambda self, factor, h: h * factor * level, 0.5)
+
+
 level, height = 1.0, 0.0
+silent, named = Silent(), Named()
+sys.modules["not_a_module"], Named.__module__ = silent, "not_a_module"
+cached = functools.lru_cache(functools.partial(lambda power, number: power * number, 0.5))
+bound = types.MethodType(functools.partial(lambda factor, own, h: h * factor * level, 0.5), silent)
 operations, holder = [Operation()], types.SimpleNamespace(function=raised, operation=Operation())
 hidden = [torch.nn.Dropout(0.5)]
 
@@ -61,6 +89,34 @@ class a_hidden_module_in_evaluation_mode:
 
     def between(i):
         hidden[0].train(i % 2 == 1)
+
+
+class an_object_that_answers_every_name:
+    def inside(net, h):
+        net.a.silent = silent
+        return h * silent.anything()
+
+    def between(i):
+        global level
+        level = 1.25 + i
+
+
+class functions_of_installed_decorators:
+    def inside(net, h):
+        return dispatched(decorated(h))
+
+    def between(i):
+        global level
+        level = 0.75 + i
+
+
+class callables_without_names:
+    def inside(net, h):
+        return bound(named.times(h * cached(3.0))) * float(np.add(level, height))
+
+    def between(i):
+        global level, height
+        level, height = 1.5 + i, 0.25
 
 
 if __name__ == "__main__":
