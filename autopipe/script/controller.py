@@ -15,7 +15,8 @@ from autopipe.script.batches.parts import Parts
 from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
 from autopipe.script.calls.programs import Programs
 from autopipe.script.calls.randomness import states_of
-from autopipe.script.lazy import Holders, Lazy, contains_lazy, value_of
+from autopipe.script.holders import Holders
+from autopipe.script.lazy import Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
 from autopipe.script.places import Places, files_of
 from autopipe.script.ranks import Ranks

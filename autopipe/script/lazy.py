@@ -7,7 +7,6 @@ comparison in an ``if``) waits for the number.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from autopipe.script.codec import UnsendableError, Value
 from autopipe.script.refusals import refused
 from autopipe.script.state.remote import METADATA, METADATA_CALLS, is_remote, tracked
 from autopipe.trace.record.targets import property_name, written
+from autopipe.trace.record.values import RandomCount
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
@@ -30,53 +30,8 @@ _READS = {
     "untyped_storage", "storage", "__dlpack__", "__dlpack_device__", "tensor_split_sizes",
 }  # fmt: skip
 _LIKE = {"type_as", "view_as", "expand_as", "reshape_as"}  # of the second tensor they read only its form
+_DRAWN_LIKE = {"rand_like", "randn_like", "randint_like"}  # so do these of their first, and have no gradient
 _REFUSED = {"register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "set_", "resize_"}
-
-
-class Holders:
-    """How many lazy tensors stand for each value of the last rank, and reach each call."""
-
-    def __init__(self) -> None:
-        self._values: Counter[int] = Counter()
-        self._calls: Counter[int] = Counter()
-        self._dropped: list[int] = []
-        self._dropped_calls: list[int] = []
-
-    def add(self, key: int, calls: frozenset[int]) -> None:
-        """Note that a lazy tensor stands for a value."""
-        self._values[key] += 1
-        self._calls.update(calls)
-
-    def remove(self, key: int, calls: frozenset[int]) -> None:
-        """Note that the script has dropped a lazy tensor. The garbage collector calls it: it only takes notes."""
-        self._values[key] -= 1
-        if not self._values[key]:
-            self._dropped.append(key)
-        self.leave(calls)
-
-    def reach(self, calls: frozenset[int]) -> None:
-        """Note that a lazy tensor reaches further calls."""
-        self._calls.update(calls)
-
-    def leave(self, calls: frozenset[int]) -> None:
-        """Note that one lazy tensor less reaches these calls."""
-        for call in calls:
-            self._calls[call] -= 1
-            if not self._calls[call]:
-                self._dropped_calls.append(call)
-
-    def drop(self, keys: list[int]) -> None:
-        """Let values go for which no lazy tensor stands, once the commands so far have run."""
-        self._dropped.extend(keys)
-        self._values.update(dict.fromkeys(keys, 0))
-
-    def take(self) -> tuple[list[int], list[int]]:
-        """Return the values and calls that have been dropped since."""
-        keys, self._dropped = self._dropped, []
-        calls, self._dropped_calls = self._dropped_calls, []
-        for key in keys:
-            del self._values[key]
-        return keys, calls
 
 
 class Lazy(Tensor):
@@ -141,8 +96,9 @@ class Lazy(Tensor):
             real, more = pytree.tree_map(lambda v: _readable(v) if isinstance(v, Lazy) else v, (args, kwargs))
             return func(*real, **more)
         if name in _LIKE and first is not None and not isinstance(first, Lazy):  # the result may share its memory
-            given = (torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Lazy) else v for v in args)
-            return func(*given, **kwargs)
+            return func(*map(_zeros, args), **kwargs)
+        if name in _DRAWN_LIKE:
+            return func(*map(_zeros, args), **kwargs)
         return _recorded(func, name, args, kwargs, writes=writes)
 
 
@@ -236,41 +192,56 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
 ) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     lazies = [leaf for leaf in leaves if isinstance(leaf, Lazy)]
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Lazy)]
     controller, grad = lazies[0].lz_controller, torch.is_grad_enabled()
-    if any(is_remote(leaf) for leaf in leaves):
-        if grad and any(is_remote(leaf) and leaf.requires_grad for leaf in leaves):
-            raise refused(f"{name}() of an output of the model and a parameter of the model, with a gradient")
+    needy = grad and any(lazy.lz_needs for lazy in lazies)
+    if grad and any(is_remote(leaf) and leaf.requires_grad for leaf in others):
+        raise refused(f"{name}() of an output of the model and a parameter of the model, with a gradient")
+    if any(map(is_remote, others)):
         return _on_numbers(func, args, kwargs)
-    if grad and any(isinstance(leaf, Tensor) and not isinstance(leaf, Lazy) and leaf.requires_grad for leaf in leaves):
-        raise refused(f"{name}() of an output of the model and another tensor that needs a gradient")
-    if writes and isinstance(args[0], Lazy) and args[0].lz_key in controller.shared:
+    if grad and any(leaf.requires_grad for leaf in others):
+        if needy or (writes and isinstance(args[0], Lazy)):
+            raise refused(
+                f"{name}() of an output of the model and another tensor that needs a gradient",
+                "the other tensor's module as a part of the model, or the output's detach()",
+            )
+        return _on_numbers(func, args, kwargs)
+    inplace = writes or bool(kwargs.get("inplace"))
+    if inplace and isinstance(args[0], Lazy) and args[0].lz_key in controller.shared:
         raise refused(f"{name}() changes an output of the model that shares memory with another one")
     call = written(func, args, kwargs)
-    if name in _DRAWS:
-        if writes or (grad and any(lazy.lz_needs for lazy in lazies)):
-            raise refused(f"{name}() of an output of the model, which draws random numbers")
-        return _on_numbers(func, args, kwargs)
-    state = torch.get_rng_state() if name in _MASKS else None
+    drawn = RandomCount()
     fakes = pytree.tree_map(lambda v: _faked(controller, v, grad), (args, kwargs))
+    before = [fake._version if isinstance(fake, FakeTensor) else 0 for fake in pytree.tree_leaves(fakes)]
     dynamic = False
     result: Any = None
     try:
-        with torch._C.DisableTorchFunctionSubclass(), controller.fakes:
+        with torch._C.DisableTorchFunctionSubclass(), controller.fakes, drawn:
             targets = fakes[0]
-            if writes and isinstance(targets[0], Tensor) and targets[0].requires_grad:
+            if inplace and isinstance(targets[0], Tensor) and targets[0].requires_grad:
                 targets = (targets[0].clone(), *targets[1:])
             result = func(*targets, **fakes[1])
     except (DynamicOutputShapeException, NotImplementedError):
         dynamic = True
-    if state is not None:
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if drawn.count and name not in _MASKS:  # the draws are made here, on the numbers
+        if inplace or any(tensor.requires_grad for tensor in tensors):
+            raise refused(f"{name}() of an output of the model, which draws random numbers", "draw from its detach()")
+        return _on_numbers(func, args, kwargs)
+    now = [fake._version if isinstance(fake, FakeTensor) else 0 for fake in pytree.tree_leaves(fakes)]
+    changed = [leaf for leaf, old, new in zip(leaves, before, now, strict=True) if old != new]
+    if name == "batch_norm" and kwargs.get("training", True):
+        changed += others  # its running statistics, whose versions do not tell
+    if any(not isinstance(leaf, Lazy) for leaf in changed):
+        if needy:
+            raise refused(f"{name}() of an output of the model changes another tensor", "call it in the forward")
+        return _on_numbers(func, args, kwargs)
+    controller.changes += inplace
+    state = torch.get_rng_state() if drawn.count else None
+    if drawn.count:
         _draw(func, args, kwargs)
-    if not dynamic:
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not tensors:
-            if writes:
-                tensors = []
-            elif result is not None:
-                return _on_numbers(func, args, kwargs)
+    if not (tensors or dynamic or writes or result is None):
+        return _on_numbers(func, args, kwargs)
     regions = controller.autocast_now()
     keys = [controller.new_key() for _ in (tensors if not dynamic else [0])]
     extra = controller.new_key()
@@ -279,14 +250,14 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
         controller.tail(extra, call.kind, call.target, sent, [grad, regions, state], keys)
     except UnsendableError as error:
         raise refused(f"{name}() of an output of the model: {error}") from None
-    needy = frozenset().union(*(lazy.lz_calls for lazy in lazies))
+    calls = frozenset().union(*(lazy.lz_calls for lazy in lazies))
     if dynamic:
         ((shape, stride, dtype, needs),) = controller.describe(keys)
         with controller.fakes:
             fake = torch.empty_strided(shape, stride, dtype=dtype)
-        return Lazy.make(controller, keys[0], fake, needs=needs, calls=needy, name="IndexBackward0")
+        return Lazy.make(controller, keys[0], fake, needs=needs, calls=calls, name="IndexBackward0")
     if writes:
-        return _changed(args[0], keys, tensors, extra, needy, controller, name)
+        return _changed(args[0], keys, tensors, extra, calls, controller, name)
     numbers = iter(keys)
 
     def lazy_of(value: Any) -> Any:
@@ -296,7 +267,7 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
         needs = value.requires_grad
         with controller.fakes, torch._C.DisableTorchFunctionSubclass():
             fake = value.detach()
-        return Lazy.make(controller, next(numbers), fake, needs=needs, calls=needy, name=title)
+        return Lazy.make(controller, next(numbers), fake, needs=needs, calls=calls, name=title)
 
     return pytree.tree_map(lazy_of, result)
 
@@ -311,7 +282,6 @@ def _changed(
     name: str,
 ) -> Any:
     """Note that a value was changed in place."""
-    controller.changes += 1
     further: frozenset[int] = frozenset()
     if tensors and tensors[0].requires_grad:
         lazy.lz_needs, lazy.lz_name = True, tensors[0].grad_fn.name() if tensors[0].grad_fn is not None else ""
@@ -341,26 +311,23 @@ def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 # these consume as many numbers for zeros as for any values
 _MASKS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
-    "native_dropout", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "native_dropout", "scaled_dot_product_attention", "multi_head_attention_forward", "gumbel_softmax",
+    "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "bernoulli_", "normal_", "uniform_",
+    "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "lstm", "gru", "rnn_tanh", "rnn_relu",
 }  # fmt: skip
-_DRAWS = {
-    "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_",
-    "cauchy_", "log_normal_", "rand_like", "randn_like", "randint_like", "poisson", "gumbel_softmax", "dropout_",
-    "alpha_dropout_", "feature_dropout_", "rrelu_", "fractional_max_pool2d", "fractional_max_pool3d", "binomial",
-    "rrelu", "normal_like", "standard_gamma", "_standard_gamma", "_sample_dirichlet",
-}  # fmt: skip
+
+
+def _zeros(value: Any) -> Any:
+    """Return a tensor of zeros in the form of a lazy one; any other value as it is."""
+    if not isinstance(value, Lazy):
+        return value
+    fake = value.lz_fake
+    return torch.empty_strided(tuple(fake.shape), tuple(fake.stride()), dtype=fake.dtype).zero_()
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> None:
     """Make the same draws here, on zeros, so that the script's generator continues as in one process."""
-
-    def zeros(value: Any) -> Any:
-        if not isinstance(value, Lazy):
-            return value
-        fake = value.lz_fake
-        return torch.empty_strided(tuple(fake.shape), tuple(fake.stride()), dtype=fake.dtype).zero_()
-
-    args, kwargs = pytree.tree_map(zeros, (args, kwargs))
+    args, kwargs = pytree.tree_map(_zeros, (args, kwargs))
     with torch.no_grad():
         func(*args, **kwargs)
 

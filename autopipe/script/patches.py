@@ -185,9 +185,9 @@ class Patches:
         apply = torch.autograd.Function.__dict__["apply"].__func__
 
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            if not busy() and any(isinstance(v, Lazy) and v.lz_needs for v in args):
+            if not busy() and torch.is_grad_enabled() and any(isinstance(v, Lazy) and v.lz_needs for v in args):
                 raise refused(f"the custom function {kind.__qualname__} of an output of the model")
-            return apply(kind, *args, **kwargs)
+            return apply(kind, *(lazy.value_of(v).clone() if isinstance(v, Lazy) else v for v in args), **kwargs)
 
         torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign,assignment]
 

@@ -12,7 +12,7 @@ import torch
 from autopipe.errors import RunError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-_TORCH = str(Path(torch.__file__).resolve().parent) + "/"
+_TORCH = tuple({f"{path.parent}/" for path in (Path(torch.__file__), Path(torch.__file__).resolve())})  # may be a link
 _LIBRARIES = tuple({sysconfig.get_paths()[key].rstrip("/") + "/" for key in ("purelib", "platlib", "stdlib")})
 
 
@@ -36,7 +36,7 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<")):
+        if not name.startswith((_PACKAGE, *_TORCH, "<")):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return ""
@@ -49,7 +49,7 @@ def from_a_library() -> bool:
 
 def in_a_library(file: str) -> bool:
     """Return whether a file is of autopipe, torch, Python or an installed package, or not a file."""
-    return not file or file.startswith((_PACKAGE, _TORCH, *_LIBRARIES, "<"))
+    return not file or file.startswith((_PACKAGE, *_TORCH, *_LIBRARIES, "<"))
 
 
 def is_of_a_library(kind: type) -> bool:
