@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,16 +18,24 @@ from typing import Any
 
 import torch
 
-from autopipe.errors import counted
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
-from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
+from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.in_stages import Gradients, Trained, fresh, same, train_in_stages
 from autopipe.verify.joined import JoinedStages
+from autopipe.verify.noise import (
+    ENLARGED,
+    add_noise,
+    finite,
+    noise_between,
+    noise_of_compiler,
+    noise_of_path,
+    without_compiler,
+)
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Subject, plain_training
 from autopipe.verify.reasons import why_another_order, why_not_bitwise
@@ -37,11 +44,6 @@ from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-# the most that the code of a compiler may differ from eager code, in the gradient of the median tensor in the first
-# step; a larger difference is not rounding
-_MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
-# the most that any tensor may differ in one step between two paths through the model; in fp32, as at capture
-_MOST_OF_PATH = {"fp32": GRADIENT_TOLERANCE, "bf16": 0.02, "fp16": 0.02}
 # how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
@@ -91,17 +93,13 @@ class _Plain:
         """The device of the runs."""
         return torch.device(self.job.device)
 
-    def in_order(self, order: SumOrder, *, compiled: bool = False, **changes: Any) -> Trained:
-        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters.
+    def in_order(self, order: SumOrder, **changes: Any) -> Trained:
+        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters."""
+        return self.train(self.joined(shared=False) if order.shared else None, order=order, **changes)
 
-        ``compiled``: its stages joined, and compiled.
-        """
-        subject = self.joined(shared=not order.shared, compiled=compiled) if order.shared or compiled else None
-        return self.train(subject, order=order, **changes)
-
-    def joined(self, *, shared: bool, compiled: bool = False) -> JoinedStages:
+    def joined(self, *, shared: bool) -> JoinedStages:
         """Return the stages joined in one process."""
-        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared, compiled=compiled)
+        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared)
 
 
 def compare(
@@ -146,13 +144,16 @@ def compare(
         worst = _differences(trained, reference, context, job)
         noise = Worst()
         if reasons:
-            noise = _noise(reference, loop.in_order(order, reverse=True))
+            noise = noise_between(reference, loop.in_order(order, reverse=True))
+        if plan.team > 1:
+            add_noise(noise, noise_between(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
+        if job.compile:
+            add_noise(noise, noise_between(reference, loop.in_order(order, enlarged=ENLARGED)))
+        reordered = dict(noise.errors)
         if two_paths:
             reasons = (*reasons, _add_noise_of_path(noise, reference, loop, order))
-        if plan.team > 1:
-            _add_noise(noise, _noise(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
         if job.compile:
-            reasons = (*reasons, _add_noise_of_compiler(noise, reference, loop.in_order(order, compiled=True), context))
+            reasons = (*reasons, _add_noise_of_compiler(noise, loop, reference, order))
     finally:
         torch.set_num_threads(threads)
     owners = _owners(context)
@@ -172,6 +173,7 @@ def compare(
                 orders.errors.get(name, 0.0),
                 orders.gradients.get(name, 0.0),
                 orders.weights.get(name, 0.0),
+                reordered.get(name, 0.0),
             )
             for name, error in worst.errors.items()
         ),
@@ -206,11 +208,7 @@ class _Orders:
                 first.add(name, reference.gradients.get((step, name)), gradient)
         for name, parameter in plain.parameters.items():
             last.add(name, reference.parameters[name], parameter)
-        return _Orders(_noise(plain, reference).errors, _finite(first.errors), _finite(last.errors))
-
-
-def _finite(errors: Mapping[str, float]) -> dict[str, float]:
-    return {name: error for name, error in errors.items() if math.isfinite(error)}
+        return _Orders(noise_between(plain, reference).errors, finite(first.errors), finite(last.errors))
 
 
 def _joined_difference(loop: _Plain, plain: Trained) -> str:
@@ -268,60 +266,32 @@ def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[str, .
     )
 
 
-def _noise(one: Trained, other: Trained) -> Worst:
-    worst = Worst()
-    for key, gradient in one.gradients.items():
-        worst.add_gradient(key[1], other.gradients.get(key), gradient)
-    for name, parameter in one.parameters.items():
-        worst.add(name, other.parameters[name], parameter)
-    # infinite noise would allow every difference
-    worst.errors, worst.gradients = _finite(worst.errors), _finite(worst.gradients)
-    return worst
-
-
-def _add_noise_of_compiler(noise: Worst, eager: Trained, compiled: Trained, context: RunContext) -> str:
-    """Add to ``noise`` what a compiler changes in the plain loop. Return a sentence on it.
-
-    A difference too large for rounding is a fault of the compiler, and no noise.
-    """
-    first = _Orders.between(compiled, eager).gradients
-    usual = statistics.median(first.values()) if first else 0.0
-    text = f"the compiled plain loop differs from the eager one by {usual:.1e} in the median gradient of the first step"
-    limit = _MOST_COMPILED[context.plan.workload.precision]
-    if usual > limit:
-        return f"{text}, more than rounding can explain ({limit:g})"
-    _add_noise(noise, _noise(eager, compiled))
-    return text
-
-
 def _add_noise_of_path(noise: Worst, plain: Trained, loop: _Plain, order: SumOrder) -> str:
-    """Add to ``noise`` what the captured path changes in the plain loop. Return a sentence on it.
-
-    Every step begins at the same weights. A difference for which a capture would be refused does not count as noise.
-    """
+    """Add to ``noise`` what the captured path changes in the plain loop. Return a sentence on it."""
     try:
         captured = loop.in_order(order, within=as_compiled)
     except Exception as error:  # a path that is never taken may fail
         logger.info("plain training of the captured graph: %s", error)
         return f"the captured path fails in plain training: {type(error).__name__}"
-    difference = _noise(plain, captured)
-    limit = _MOST_OF_PATH[loop.context.plan.workload.precision]
-    large = sorted(name for name, error in difference.errors.items() if error > limit)
-    for errors in (difference.errors, difference.gradients):
-        for name in large:
-            errors.pop(name, None)
-    _add_noise(noise, difference)
-    text = f"the captured path differs from the model's own by {max(difference.errors.values(), default=0.0):.1e}"
-    if not large:
-        return text
-    return f"{text}, and in {counted(len(large), 'tensor')} such as {large[0]} by more than rounding can ({limit:g})"
+    difference, text = noise_of_path(plain, captured, loop.context.plan.workload.precision)
+    add_noise(noise, difference)
+    return text
 
 
-def _add_noise(noise: Worst, other: Worst) -> None:
-    """Add another sample to ``noise``."""
-    for known, more in ((noise.errors, other.errors), (noise.gradients, other.gradients)):
-        for name, error in more.items():
-            known[name] = max(known.get(name, 0.0), error)
+def _add_noise_of_compiler(noise: Worst, loop: _Plain, reference: Trained, order: SumOrder) -> str:
+    """Add to ``noise`` what a compiler changes in plain training of the user's model. Return a sentence on it."""
+    if order.shared:  # the model has one tensor for the stages that share a parameter
+        order = order.without_shared()
+        reference = loop.in_order(order)
+    try:
+        compiled = loop.train(CompiledModel(loop.workload, loop.device, loop.context.graph), order=order)
+    except Exception as error:  # training compiles its stages, which may succeed
+        logger.info("the model cannot be compiled as a whole: %s", error)
+        add_noise(noise, noise_between(reference, loop.in_order(order, within=lambda: SplitSums(2))))
+        return without_compiler(error)
+    more, text = noise_of_compiler(reference, compiled, loop.context.plan.workload.precision)
+    add_noise(noise, more)
+    return text
 
 
 def _averaged_in_flight(context: RunContext) -> set[str]:

@@ -20,7 +20,6 @@ from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.recording import Recording
-from autopipe.runtime.compiled import compile_stage
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.stage import Stage
@@ -33,7 +32,6 @@ class JoinedStages(Subject):
     """The stages as one module.
 
     ``run``: the directory of the stage files, including those for other shapes that ranks have generated.
-    ``compiled``: run them as ``torch.compile`` generates them.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class JoinedStages(Subject):
         device: torch.device,
         *,
         shared: bool,
-        compiled: bool = False,
     ) -> None:
         self.workload, self.context = workload, context
         self.stages: list[Stage] = []
@@ -57,8 +54,6 @@ class JoinedStages(Subject):
                 with exclusive():
                     model = workload.build_model().to(device)
             adopted = cls.adopt(model, constants).place(device)
-            if compiled:
-                compile_stage(adopted)
             self.stages.append(adopted)
             self._register(stage.index, adopted)
         self.model = nn.ModuleList(self.stages)

@@ -89,6 +89,8 @@ class PlainSettings:
     staleness: Mapping[str, int] = field(default_factory=dict)
     # add the microbatches in reverse: equally correct, it shows the effect of the order of a sum
     reverse: bool = False
+    # a factor of the loss by which the gradients are divided again: equally correct, and rounded in another way
+    enlarged: float = 1.0
     deferred_batch_norm: bool = False
     # a context for every forward
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -307,8 +309,9 @@ def _minibatch(
         if weight is None and not factors[index]:
             scaled = torch.zeros_like(scaled, requires_grad=False)  # its loss may be 0 / 0
         if scaled.requires_grad:
-            torch.autograd.backward(scaled if scaler is None else scaler.scale(scaled))
+            enlarged = scaled if settings.enlarged == 1.0 else scaled * settings.enlarged
+            torch.autograd.backward(enlarged if scaler is None else scaler.scale(enlarged))
         shares.append(float(scaled.detach()))
         weights.append(0.0 if weight is None else float(weight.detach()))
     divisor = sum(weights) or 1.0
-    return sum(shares) / divisor, divisor
+    return sum(shares) / divisor, divisor * settings.enlarged

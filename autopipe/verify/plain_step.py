@@ -8,6 +8,7 @@ user's file, nor a wrong minibatch.
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,11 +33,16 @@ from autopipe.runtime.stage_runner import StageRunner
 from autopipe.trace.record.patches import as_compiled
 from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
+from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.joined import JoinedStages
+from autopipe.verify.noise import ENLARGED, gradient_errors, too_large_for_a_compiler
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
 from autopipe.verify.reasons import why_not_bitwise
+from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 # the part of the free memory that an audit may use
 MEMORY_SHARE = 0.8
@@ -49,6 +55,7 @@ class _Step:
     # parameters and buffers by first name
     tensors: dict[str, torch.Tensor]
     loss: float
+    gradients: dict[str, torch.Tensor | None]
 
 
 def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResult:
@@ -128,22 +135,29 @@ def _plain(
 ) -> _Step:
     """Take the step with a new model, optimizer and scheduler, in the plan's order of sums.
 
-    ``compiled``: with the compiled stages, joined.
+    ``compiled``: with the user's model, compiled.
     """
     workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
     settings = replace(settings, shares=lambda step: factors)
     # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
-    subject: Subject = Subject(workload, device)
-    if shared or compiled:
-        subject = JoinedStages(run, context, workload, device, shared=not shared, compiled=compiled)
+    subject = CompiledModel(workload, device, context.graph) if compiled else Subject(workload, device)
+    if shared:
+        subject = JoinedStages(run, context, workload, device, shared=False)
     restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
     resumed = Resumed(files.step, restore)
-    result = plain_training(workload, [item], settings, device=device, subject=subject, resumed=resumed)
+    gradients: dict[str, torch.Tensor | None] = {}
+
+    def keep(_: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        gradients.update({n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in parameters.items()})
+
+    result = plain_training(
+        workload, [item], settings, device=device, subject=subject, on_gradients=keep, resumed=resumed
+    )
     tensors = {name: parameter.data.cpu() for name, parameter in subject.parameters.items()}
     tensors.update({name: buffer.detach().cpu() for name, buffer in subject.buffers().items()})
-    return _Step(tensors, result.losses[0])
+    return _Step(tensors, result.losses[0], gradients)
 
 
 @dataclass(slots=True)
@@ -206,12 +220,13 @@ def _compared(
     names = [name for name in ours if name in plain.tensors]
     names += [name for name in context.graph.parameters if name not in ours]
     noise: dict[str, float] = {}
+    reordered: dict[str, float] = {}
     if reasons:
-        others = [take(replace(settings, reverse=True)), *([take(settings, compiled=True)] if compiled else [])]
-        noise = {
-            name: max(relative_error(other.tensors[name], tensor) for other in others)
-            for name, tensor in plain.tensors.items()
-        }
+        reordered = _errors(take(replace(settings, reverse=True)), plain)
+        noise = dict(reordered)
+    if compiled:
+        reordered = _larger(reordered, _errors(take(replace(settings, enlarged=ENLARGED)), plain))
+        noise = _larger(reordered, _noise_of_compiler(plain, context, take, settings))
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
         for name in (*stage.parameters, *stage.buffers):
@@ -220,9 +235,35 @@ def _compared(
     for name in names:
         error = relative_error(ours[name], plain.tensors[name]) if name in ours else float("inf")
         same = name in ours and sparse.equal(ours[name], plain.tensors[name])
-        differences.append(TensorDifference(name, error, same, owners.get(name, -1), noise.get(name, 0.0)))
+        own = noise.get(name, 0.0), reordered.get(name, 0.0)
+        differences.append(TensorDifference(name, error, same, owners.get(name, -1), own[0], reordered=own[1]))
     usual = statistics.median(noise.values()) if noise else 0.0
     return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
+
+
+def _noise_of_compiler(
+    plain: _Step, context: RunContext, take: functools.partial[_Step], settings: PlainSettings
+) -> dict[str, float]:
+    """Return what a compiler changes in the step of the user's model."""
+    if settings.order is not None and settings.order.shared:
+        settings = replace(settings, order=settings.order.without_shared())
+        plain = take(settings)
+    try:
+        compiled = take(settings, compiled=True)
+    except Exception as error:  # training compiles its stages, which may succeed
+        logger.info("the model cannot be compiled as a whole: %s", error)
+        return _errors(take(replace(settings, within=lambda: SplitSums(2))), plain)
+    gradients = gradient_errors(plain.gradients, compiled.gradients)
+    large = too_large_for_a_compiler(gradients, context.plan.workload.precision)
+    return {name: error for name, error in _errors(compiled, plain).items() if name not in large}
+
+
+def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
+
+
+def _errors(other: _Step, plain: _Step) -> dict[str, float]:
+    return {name: relative_error(other.tensors[name], tensor) for name, tensor in plain.tensors.items()}
 
 
 def _result(step: int, compared: Comparison) -> AuditResult:

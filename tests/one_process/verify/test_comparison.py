@@ -13,7 +13,9 @@ from autopipe.verify.comparison import Comparison, TensorDifference
 
 def compared(*tensors: tuple[float, float], loss: float = 1.0) -> Comparison:
     """Return a comparison of tensors with these (errors, noises)."""
-    differences = tuple(TensorDifference(str(i), error, False, 0, noise) for i, (error, noise) in enumerate(tensors))
+    differences = tuple(
+        TensorDifference(str(i), error, False, 0, noise, reordered=noise) for i, (error, noise) in enumerate(tensors)
+    )
     usual = sorted(noise for _, noise in tensors)[len(tensors) // 2]
     return Comparison(differences, (loss,), (1.0,), False, ("replicas",), usual)
 
@@ -35,6 +37,12 @@ def test_a_tensor_that_is_only_noise_is_not_the_largest_difference():
     assert noisy.tolerance < 1e-5
     wrong = compared((9.0, 1.0), (2e-7, 1e-7), (1e-7, 1e-7))
     assert (wrong.rounding_alone, wrong.max_relative_error, wrong.equal) == ((), 9.0, False)
+
+
+def test_noise_of_a_compiler_does_not_make_a_tensor_rounding_alone():
+    compiled = TensorDifference("0", 0.5, False, 0, 0.4, reordered=1e-7)
+    comparison = Comparison((compiled,), (1.0,), (1.0,), False, ("--compile",), 1e-7)
+    assert (comparison.rounding_alone, comparison.max_relative_error) == ((), 0.5)
 
 
 def test_a_loss_has_the_usual_tolerance():

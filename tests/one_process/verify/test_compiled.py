@@ -17,6 +17,7 @@ from support.pipelines import Captured, build, captured_file, minibatches, plan_
 from autopipe.errors import PlanError, WorkerError
 from autopipe.runtime import compiled
 from autopipe.runtime.compiled import forward_of, refuse_uncompilable
+from autopipe.verify import compiled_model
 from autopipe.verify.check import compare
 
 # torch's own, while it compiles the code after a graph break
@@ -77,7 +78,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **more: compile_(*a, **{"backend": backend, **more}))
+    monkeypatch.setattr(compiled_model, "generated", lambda part, inputs: part)
     return graphs
 
 
@@ -134,7 +137,43 @@ def test_a_check_allows_the_difference_of_the_compiled_plain_loop(
     monkeypatch.setattr(compiled, "outside", wrong)
     result = comparison()
     assert not result.equal
-    assert any("more than rounding can explain" in reason for reason in result.reasons)
+    assert not any("more than rounding can explain" in reason for reason in result.reasons)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.l.weight", ""])
+def test_wrong_gradients_of_compiled_stages_are_no_noise(
+    name: str, subject: Captured, monkeypatch: pytest.MonkeyPatch, fast: list[Any], tmp_path: Path
+) -> None:
+    right = compiled.compile_stage
+
+    def wrong(stage: Any, *more: Any) -> None:
+        right(stage, *more)
+        for path, parameter in stage.named_parameters():
+            if path == name or not name:
+                parameter.register_hook(lambda gradient: gradient * 1.5)
+
+    for module in [module for module in sys.modules.values() if vars(module).get("compile_stage") is right]:
+        monkeypatch.setattr(module, "compile_stage", wrong)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path, steps=2, compile=True)
+    items = minibatches(subject.workload, 2, 8)
+    result = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
+    assert not result.equal
+    assert result.tolerance < 1e-3
+    assert result.max_relative_error > 0.4
+
+
+def test_a_model_that_cannot_be_compiled_as_a_whole_has_the_noise_of_sums_in_parts(
+    subject: Captured, monkeypatch: pytest.MonkeyPatch, fast: list[Any], tmp_path: Path
+) -> None:
+    def failing(part: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(compiled_model, "generated", failing)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path, steps=2, compile=True)
+    items = minibatches(subject.workload, 2, 8)
+    result = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
+    assert result.equal, (result.reasons, result.differences)
+    assert any("cannot be compiled as a whole" in reason for reason in result.reasons)
 
 
 def test_a_failing_compiler_is_named_with_the_way_out(

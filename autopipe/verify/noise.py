@@ -1,0 +1,106 @@
+"""Noise: the differences between two plain loops of the same arithmetic, which rounding alone explains.
+
+It is never taken from the run that is judged. A difference too large for rounding adds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+import torch
+
+from autopipe.errors import counted
+from autopipe.trace.verify import GRADIENT_TOLERANCE
+from autopipe.verify.comparison import Worst, relative_error
+from autopipe.verify.in_stages import Trained
+
+# a factor of the loss that changes the rounding of every gradient, since it is no power of two; below 1 for float16
+ENLARGED = 0.75
+# the most that the code of a compiler may differ from eager code, in the gradient of any tensor in the first step
+_MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+# the most that any tensor may differ in one step between two paths through the model; in fp32, as at capture
+_MOST_OF_PATH = {"fp32": GRADIENT_TOLERANCE, "bf16": 0.02, "fp16": 0.02}
+
+
+def noise_between(one: Trained, other: Trained) -> Worst:
+    """Return the differences between two plain loops."""
+    worst = Worst()
+    for key, gradient in one.gradients.items():
+        worst.add_gradient(key[1], other.gradients.get(key), gradient)
+    for name, parameter in one.parameters.items():
+        worst.add(name, other.parameters[name], parameter)
+    # infinite noise would allow every difference
+    worst.errors, worst.gradients = finite(worst.errors), finite(worst.gradients)
+    return worst
+
+
+def finite(errors: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite ones."""
+    return {name: error for name, error in errors.items() if math.isfinite(error)}
+
+
+def add_noise(noise: Worst, other: Worst) -> None:
+    """Add another sample to ``noise``."""
+    for known, more in ((noise.errors, other.errors), (noise.gradients, other.gradients)):
+        for name, error in more.items():
+            known[name] = max(known.get(name, 0.0), error)
+
+
+def noise_of_compiler(eager: Trained, compiled: Trained, precision: str) -> tuple[Worst, str]:
+    """Return what a compiler changes in the plain loop, and a sentence on it."""
+    noise = noise_between(eager, compiled)
+    first = {name: gradient for (step, name), gradient in eager.gradients.items() if not step}
+    others = {name: gradient for (step, name), gradient in compiled.gradients.items() if not step}
+    errors = gradient_errors(first, others)
+    large = too_large_for_a_compiler(errors, precision)
+    for known in (noise.errors, noise.gradients):
+        for name in large:
+            known.pop(name, None)
+    usual = statistics.median(errors.values()) if errors else 0.0
+    text = f"the compiled plain loop differs from the eager one by {usual:.1e} in the median gradient of the first step"
+    return noise, text + _beyond(large, _MOST_COMPILED[precision])
+
+
+def without_compiler(error: Exception) -> str:
+    """Return a sentence on a plain model that a compiler does not take as a whole."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"the model cannot be compiled as a whole ({lines[0][:200]}): the noise is that of products in parts and of "
+        "another loss scale, in eager code"
+    )
+
+
+def gradient_errors(
+    one: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]
+) -> dict[str, float]:
+    """Return the error of each gradient that both have."""
+    pairs = {name: (other.get(name), gradient) for name, gradient in one.items()}
+    return {name: relative_error(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
+
+
+def too_large_for_a_compiler(errors: Mapping[str, float], precision: str) -> list[str]:
+    """Return the tensors whose gradients differ by more than a compiler may change by rounding."""
+    return sorted(name for name, error in errors.items() if error > _MOST_COMPILED[precision])
+
+
+def noise_of_path(plain: Trained, captured: Trained, precision: str) -> tuple[Worst, str]:
+    """Return what the captured path changes in the plain loop, and a sentence on it.
+
+    Every step begins at the same weights. A difference for which a capture would be refused is no noise.
+    """
+    difference = noise_between(plain, captured)
+    limit = _MOST_OF_PATH[precision]
+    large = sorted(name for name, error in difference.errors.items() if error > limit)
+    for errors in (difference.errors, difference.gradients):
+        for name in large:
+            errors.pop(name, None)
+    text = f"the captured path differs from the model's own by {max(difference.errors.values(), default=0.0):.1e}"
+    return difference, text + _beyond(large, limit)
+
+
+def _beyond(large: list[str], limit: float) -> str:
+    if not large:
+        return ""
+    return f", and in {counted(len(large), 'tensor')} such as {large[0]} by more than rounding can explain ({limit:g})"
