@@ -14,8 +14,8 @@ from pathlib import Path
 
 from autopipe import __version__
 from autopipe.commands.settings import Progress
+from autopipe.cores import usable_cores
 from autopipe.errors import RunError
-from autopipe.launch.remote.facts import usable_cores
 from autopipe.launch.remote.finding import Finding
 from autopipe.launch.request import LaunchSettings
 from autopipe.units import GIB, in_bytes

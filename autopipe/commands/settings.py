@@ -144,6 +144,7 @@ class PlanSettings:
     ema: float | None = None  # decay of averaged weights, which take memory; 0 for no averages
     tensor_parallel: int | None = None  # as requested: the members of a rank, or ``AUTO_TEAM``
     sequence_parallel: bool | None = None  # as requested
+    elsewhere: bool = False  # the ranks run on hosts whose cores are not known
 
     @property
     def work_dir(self) -> Path:

@@ -139,7 +139,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             record.cluster,
             str(work.store.plan),
             choice.seconds,
-            (*work.notes, *assumptions(record)),
+            (*work.notes, *assumptions(record, plan)),
             warnings,
             against,
             reasons,
@@ -213,7 +213,7 @@ def prepare(
 
     Raises: RunError if the number of ranks is not known; the errors of ``accept`` and of the steps.
     """
-    work = Work.begin(settings.work_dir, progress)
+    work = Work.begin(settings.work_dir, progress, elsewhere=settings.elsewhere)
     minibatch = minibatch_of(settings, work.load(Plan, work.store.plan))
     sizes = sizes_of(settings)
     settings = with_team(settings, work, sizes, minibatch)
@@ -240,7 +240,7 @@ def prepare(
         record=record,
         plan=plan,
         stages=work.store.stages,
-        notes=(*work.notes, model.workload.choice.note, *assumptions(record)),
+        notes=(*work.notes, model.workload.choice.note, *assumptions(record, plan)),
         warnings=model.capture.notes,
         evaluation_note=note,
         max_shapes=settings.max_shapes,
@@ -292,8 +292,19 @@ def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:
     return True
 
 
-def assumptions(record: PlanRecord) -> tuple[str, ...]:
-    """Return notes on the figures of a plan that were assumed and not measured."""
+def assumptions(record: PlanRecord, plan: Plan) -> tuple[str, ...]:
+    """Return notes on the figures of a plan that were assumed and not measured, and on cores that its ranks share."""
+    cores = record.cluster.cores
+    if not 0 < cores < plan.num_ranks:
+        return _assumed(record)
+    turns = (
+        f"{plan.num_ranks} ranks share the cores of this machine, which suffice for {cores:.3g} at a time: they take "
+        "turns, and are not faster than that number"
+    )
+    return (turns, *_assumed(record))
+
+
+def _assumed(record: PlanRecord) -> tuple[str, ...]:
     level, device = record.cluster.levels[0], record.cluster.devices[0]
     if device.datasheet:
         return (f"{device.name}: {record.cluster.source}", *_assumed_links(record))

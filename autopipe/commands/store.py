@@ -123,11 +123,12 @@ class Work:
     store: Store
     progress: Progress
     notes: list[str] = field(default_factory=list)
+    elsewhere: bool = False  # the ranks run on hosts whose cores are not known
 
     @staticmethod
-    def begin(work_dir: Path, progress: Progress | None) -> Work:
+    def begin(work_dir: Path, progress: Progress | None, *, elsewhere: bool = False) -> Work:
         """Return the context of a new command."""
-        return Work(Store(work_dir), progress or _silent)
+        return Work(Store(work_dir), progress or _silent, elsewhere=elsewhere)
 
     def load(self, kind: type[T], path: Path) -> T | None:
         """Return an artifact, or None if it is missing or has another format version. The latter adds a note.

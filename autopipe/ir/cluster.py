@@ -150,6 +150,8 @@ class Cluster:
     host: RuntimeOverhead = RuntimeOverhead()  # of each rank
     # the members of each rank and their links, if ranks are teams; levels and devices are then those of teams
     within: Level | None = field(default=None, metadata=OMIT_DEFAULT)
+    # how many ranks can compute at a time, because they share the cores of their host; 0: all
+    cores: float = field(default=0.0, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:
@@ -158,6 +160,8 @@ class Cluster:
             raise ValueError(f"a cluster has at most {MOST_RANKS} ranks, and this one has {self.num_ranks}")
         if len(self.devices) not in (1, self.num_ranks):
             raise ValueError(f"{len(self.devices)} devices for {self.num_ranks} ranks: give one, or one per rank")
+        if not (self.cores == 0 or _is_rate(self.cores)):
+            raise ValueError(f"the cores that ranks share must be 0 or more, and finite, and are {self.cores}")
 
     @property
     def num_ranks(self) -> int:

@@ -48,6 +48,8 @@ def explain_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -
     per_rank = plan.schedule_options.get("stages_per_rank", 1)
     counts = {stage.replicas for stage in plan.stages}
     ours = [o for o in (*space.unreplicated, *space.replicated) if o.schedule == plan.schedule]
+    if counts == {1}:
+        ours = [o for o in space.fewer if (o.schedule, o.num_ranks) == (plan.schedule, plan.num_ranks)] + ours
     if counts != {1} and ours[0].schedule_kind.equal_replicas:
         (replicas,) = counts
         ours = [o for o in ours if (o.replicas, o.num_groups) == (replicas, plan.num_ranks // replicas)]

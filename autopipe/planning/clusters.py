@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopipe.cores import usable_cores
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level, Links, RuntimeOverhead
 from autopipe.ir.profile import Device, Profile
@@ -60,12 +61,12 @@ def cluster_of_figures(
             levels = (Level("link", num_ranks, link, LINK_LATENCY_SECONDS),)
         return by_datasheet(Cluster(levels, (device,), "command line"), profile)
     here = this_machine(num_ranks, profile.device, links)
-    levels, device = here.levels, here.devices[0]
-    if link is not None:
-        levels = (Level("link", num_ranks, link, LINK_LATENCY_SECONDS),)
+    levels, device, cores = here.levels, here.devices[0], here.cores
+    if link is not None:  # between devices of other hosts
+        levels, cores = (Level("link", num_ranks, link, LINK_LATENCY_SECONDS),), 0.0
     if memory_bytes is not None:
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
-    return Cluster(levels, (device,), "command line", here.host)
+    return Cluster(levels, (device,), "command line", here.host, cores=cores)
 
 
 def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
@@ -147,10 +148,10 @@ def usable_gpu_bytes(total: int) -> int:
 def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
     """Return this machine as a cluster. ``links``: their measurements; None: an assumption is used.
 
-    CPU ranks share the available memory. On GPUs, each has ``usable_gpu_bytes`` of the profiled device, and further
-    ranks are on hosts with as many GPUs as this one.
+    CPU ranks share the available memory and the cores. On GPUs, each has ``usable_gpu_bytes`` of the profiled device,
+    and further ranks are on hosts with as many GPUs as this one.
     """
-    per_host = num_ranks
+    per_host, cores = num_ranks, 0.0
     if device.kind == "cuda":
         per_host = device.per_host or GPUS_PER_HOST
         level = Level("gpus of one host", 1, gpu_bandwidth(device), GPU_LATENCY_SECONDS)
@@ -161,11 +162,21 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
 
         level = Level("host", 1, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
         local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_OVERHEAD
+        cores = _ranks_at_a_time(num_ranks, device.threads)
     if links is not None and links.device_kind == device.kind:
         levels = _with_hosts(links.level(1), num_ranks, per_host, links.across)
         local = dataclasses.replace(local, host_bandwidth=links.host_bandwidth or local.host_bandwidth)
-        return Cluster(levels, (local,), "measured", links.host)
-    return Cluster(_with_hosts(level, num_ranks, per_host), (local,), "assumed", host)
+        return Cluster(levels, (local,), "measured", links.host, cores=cores)
+    return Cluster(_with_hosts(level, num_ranks, per_host), (local,), "assumed", host, cores=cores)
+
+
+def _ranks_at_a_time(num_ranks: int, threads: int) -> float:
+    """Return how many ranks of this machine can compute at a time, each with its threads; 0: all.
+
+    One rank alone takes the measured times, whether it has a core for each of its threads or not.
+    """
+    ranks = max(usable_cores() / threads, 1.0)
+    return 0.0 if num_ranks <= ranks else ranks
 
 
 def gpu_bandwidth(device: Device) -> float:

@@ -77,7 +77,8 @@ def comparison(
     unreplicated, replicated = unreplicated or (line,), replicated or (parallel,)
     first = replicated[0] if replicated[0].may_replicate and not kind.replicas else parallel
     replicates = current is not None and any(stage.replicas > 1 for stage in current.stages)
-    pipeline = None if replicates else current
+    one_stage = current is not None and len(current.stages) == 1 < options.num_ranks
+    pipeline = None if replicates or one_stage else current
 
     def any_of(choices: Sequence[PlanOptions]) -> Callable[[Cluster], Plan]:
         return lambda room: make_best_plan(profile, room, choices, score=score)

@@ -34,6 +34,7 @@ class Space:
     unreplicated: tuple[PlanOptions, ...]  # one rank per stage
     replicated: tuple[PlanOptions, ...]  # stages may have several ranks; only of schedules that support it
     left_out: tuple[str, ...] = ()  # the schedules that were not considered, and why
+    fewer: tuple[PlanOptions, ...] = ()  # one rank per stage, on fewer ranks than offered
 
     @staticmethod
     def of(request: PlanRequest, num_ranks: int, batch_size: int, *, links_known: bool = False) -> Space:
@@ -68,7 +69,8 @@ class Space:
             for equal in _with_equal_replicas(request, options)
         ]
         left_out = _left_out(links_known) if name == "auto" else ()
-        return Space(tuple(unreplicated), tuple(replicated), left_out)
+        fewer = () if request.stages_per_rank else (options for options in ordered if options.num_ranks < num_ranks)
+        return Space(tuple(unreplicated), tuple(replicated), left_out, tuple(fewer))
 
     def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
         """Return the options to search with ``--replicas auto`` or ``never``.

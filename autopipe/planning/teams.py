@@ -37,7 +37,7 @@ def of_teams(cluster: Cluster, size: int) -> Cluster:
     if len(devices) > 1:
         devices = tuple(_slowest(devices[first : first + size]) for first in range(0, len(devices), size))
     within = dataclasses.replace(inner, count=size)
-    return Cluster(tuple(levels), devices, cluster.source, cluster.host, within)
+    return Cluster(tuple(levels), devices, cluster.source, cluster.host, within, cluster.cores / size)
 
 
 def _slowest(devices: tuple[ClusterDevice, ...]) -> ClusterDevice:

@@ -69,6 +69,7 @@ class Costs:
     # (from stage, to stage) -> costs of a message, in both directions; a missing edge costs nothing
     edges: Mapping[tuple[int, int], EdgeCosts] = field(default_factory=lambda: MappingProxyType({}))
     spill: tuple[SpillCosts, ...] = ()  # of each stage; (): copies between host and device cost nothing
+    cores: float = 0.0  # how many ranks can work at a time, because they share cores; 0: all
 
     def __post_init__(self) -> None:
         for index, stage in enumerate(self.stages):

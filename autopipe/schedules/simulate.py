@@ -22,6 +22,7 @@ from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules.costs import FREE, Costs
 from autopipe.schedules.grid import marked
 from autopipe.schedules.lower import lower
+from autopipe.schedules.seconds.sharing import Interval, shared_clock
 from autopipe.schedules.spilling.lanes import Lanes
 from autopipe.schedules.spilling.spilled import OPTIMIZER_SLABS
 
@@ -59,6 +60,8 @@ class _Simulation:
         slabs = schedule.request.options.get(OPTIMIZER_SLABS.name, OPTIMIZER_SLABS.default)
         self.lanes = [Lanes(costs.spill, slabs) for _ in schedule.rows] if schedule.spilled else []
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
+        self.work: list[Interval] = []  # when a rank uses a core, if ranks share them
+        self.share = 0 < costs.cores < len(schedule.rows)
         self.durations = {
             Op.FORWARD: [stage.forward_seconds for stage in costs.stages],
             Op.BACKWARD: [stage.backward_seconds for stage in costs.stages],
@@ -74,7 +77,11 @@ class _Simulation:
         stuck = [rank for rank, row in enumerate(rows) if self.position[rank] < len(row)]
         if stuck:
             raise self._deadlock(stuck)
-        return Timeline("simulated", len(rows), tuple(itertools.chain.from_iterable(self.spans)))
+        spans = tuple(itertools.chain.from_iterable(self.spans))
+        if self.share:
+            at = shared_clock(self.work, self.costs.cores)
+            spans = tuple(Span(s.rank, s.instruction, at(s.start_seconds), at(s.end_seconds)) for s in spans)
+        return Timeline("simulated", len(rows), spans)
 
     def _follow(self, rank: int) -> None:
         """Advance a rank along its row, to its end or to an instruction that has to wait."""
@@ -101,7 +108,7 @@ class _Simulation:
                 if finish > now:
                     spans.append(Span(rank, Instruction(Op.REDUCE, i.stage, i.minibatch), now, finish))
                     now = start = finish
-            seconds = durations.get(op)
+            seconds, works_from = durations.get(op), now
             if seconds is not None:
                 now += seconds[i.stage]
             elif op in (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD):
@@ -110,13 +117,16 @@ class _Simulation:
                 if arrival is None:
                     self.waiting[message] = rank
                     break
-                now = max(now, arrival) + edges.get((i.peer, i.stage), FREE).receive_seconds
+                works_from = max(now, arrival)
+                now = works_from + edges.get((i.peer, i.stage), FREE).receive_seconds
             elif op == Op.REDUCE:
                 self._reach_reduction(rank, i, now)
             else:
                 now = self._send(rank, i, now)
             if now > start:
                 spans.append(Span(rank, i, start, now))
+            if self.share:
+                self.work.append((works_from, now))
             index += 1
         self.position[rank], self.clock[rank] = index, now
 

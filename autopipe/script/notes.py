@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopipe.script.speed import prediction
 from autopipe.units import in_seconds
 
 if TYPE_CHECKING:
@@ -74,16 +75,13 @@ class Notes:
         if not self._reported and count:
             self._reported = True
             if controller.parts is None:  # else the lines at the start have said it
-                self._report(count, reads, controller.plan)
+                self._report(count, reads, controller)
         self._forwards = self._backwards = 0
         self._recent = Counter()
         self._pending.clear()
 
-    def _report(self, count: int, reads: Counter[str], plan: Any) -> None:
-        stages = len(plan.stages)
-        seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
-        whole, slowest = sum(seconds), max(seconds)
-        if stages == 1:
+    def _report(self, count: int, reads: Counter[str], controller: Controller) -> None:
+        if len(controller.plan.stages) == 1:
             self.say("one stage: no overlap")
             return
         if count == 1:
@@ -92,18 +90,14 @@ class Notes:
                 "For overlap: accumulation in the script, or --num-microbatches 4"
             )
             return
-        faster = count * whole / (whole + (count - 1) * slowest)
         if reads:
             places = ", ".join(f"{where} ({times} times a step)" for where, times in reads.most_common(3))
             self.say(
                 f"no overlap between stages: numbers are read between the {count} microbatches of a step at {places}. "
-                f"Without that, {faster:.2f} times the speed of one process is predicted"
+                f"Without that, {prediction(controller, count)}"
             )
             return
-        self.say(
-            f"overlap from the script's accumulation of {count} microbatches: {faster:.2f} times the speed of one "
-            "process is predicted"
-        )
+        self.say(f"overlap from the script's accumulation of {count} microbatches: {prediction(controller, count)}")
 
     def start(self, controller: Controller) -> None:
         """Name the stages."""

@@ -8,8 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+from autopipe.cores import usable_cores
 from autopipe.errors import AutopipeError, RunError, counted
-from autopipe.launch.remote.facts import usable_cores
 from autopipe.script import patches as patching
 from autopipe.script import refusals
 from autopipe.script.checking import Reference

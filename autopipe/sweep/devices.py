@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopipe.cores import usable_cores
 from autopipe.errors import RunError, counted
-from autopipe.launch.remote.facts import usable_cores
 from autopipe.sweep.file import SweepJob
 
 

@@ -26,10 +26,11 @@ NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 _BASE = {"errors", "units", "ir"}
 # needed by a forward in any process
 _FORWARD = {*_BASE, "casts", "draws", "guards", "sequence", "sparse", "strides", "team"}
-_RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
+_RUN = {*_FORWARD, "cores", "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
+    "cores": set(),
     "draws": set(),
     "casts": set(),
     "sparse": set(),
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "sequence": {"errors", "strides", "team"},
     "stage": {"errors", "ir", "draws", "guards", "team"},
     "schedules": _BASE,
-    "planning": {*_BASE, "schedules"},
+    "planning": {*_BASE, "cores", "schedules"},
     "report": {*_BASE, "schedules", "planning"},
     "workload": {*_BASE, "draws", "sparse"},
     "trace": {*_FORWARD, "workload"},

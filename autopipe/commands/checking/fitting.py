@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.commands.steps import Prepared
+from autopipe.cores import usable_cores
 from autopipe.launch.rank.out_of_memory import is_out_of_memory, resident_bytes
-from autopipe.launch.remote.facts import usable_cores
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.units import in_bytes

@@ -77,8 +77,10 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
             reason = ", ".join(changes)
         elif record.profile_digest != profile_digest(profile):
             reason = "the profile has changed"
-        elif cluster_of(request, ranks_of(request, profile), profile, work).levels != record.cluster.levels:
+        elif (now := cluster_of(request, ranks_of(request, profile), profile, work)).levels != record.cluster.levels:
             reason = "the links were measured again"
+        elif now.cores != record.cluster.cores:
+            reason = f"its ranks have other cores ({_cores(record.cluster)} -> {_cores(now)})"
         else:
             refuse_disagreement(stored, profile.graph)
             earlier = "".join(f"{option}, " for option in record.request.options_beyond(newer))
@@ -90,6 +92,10 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
     chosen = choose_plan(profile, request, work, batch_of(workload, request, work))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
     return chosen.plan, chosen.record
+
+
+def _cores(cluster: Cluster) -> str:
+    return f"{cluster.cores:g}" if cluster.cores else "their own"
 
 
 def batch_of(workload: Workload, request: PlanRequest, work: Work) -> int:
@@ -126,6 +132,9 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
         work.notes.append(
             f"interrupted: the best plan of {search_progress.tried} of about {search_progress.total} searches"
         )
+    if plan.num_ranks < cluster.num_ranks:
+        cores = f" (the cores of this machine suffice for {cluster.cores:.3g} at a time)" if cluster.cores else ""
+        work.notes.append(f"{plan.notes[0]}{cores}")  # how many ranks stay unused
     if request.num_microbatches is None is request.microbatch_size:
         work.notes.extend(filter(None, [unmeasured(profile, batch_size)]))
     record = PlanRecord(plan.digest, profile_digest(profile), request, cluster)
@@ -245,7 +254,7 @@ def choices_of(request: PlanRequest, space: Space, profile: Profile, work: Work)
             f"planned without replicas, because they would average a buffer that the forward writes ({averaged[0]}); "
             "--replicas auto allows them"
         )
-        return space.unreplicated
+        return (*space.unreplicated, *space.fewer)
     if ranks > max_stages:
         work.notes.append(f"{ranks} ranks, and the model has {max_stages} stages at most: planned with replicas")
         return space.replicated
@@ -318,5 +327,7 @@ def _cluster_of_devices(request: PlanRequest, num_devices: int, profile: Profile
     links = work.load(Links, work.store.links)
     if request.of_other_devices:
         given = request.gpu_memory_bytes, request.link, request.device_name
-        return cluster_of_figures(num_devices, profile, *given, links)
-    return this_machine(num_devices, profile.device, links)
+        cluster = cluster_of_figures(num_devices, profile, *given, links)
+    else:
+        cluster = this_machine(num_devices, profile.device, links)
+    return dataclasses.replace(cluster, cores=0.0) if work.elsewhere else cluster

@@ -90,7 +90,7 @@ def _stored_plan_fits(settings: PlanSettings, recorded: TrainingOptions) -> bool
     Then the values of the run are not added to the settings, because these are stored with a new plan and would apply
     to later runs as well.
     """
-    if replace(settings, max_shapes=MAX_SHAPES, ema=None) != PlanSettings(settings.profile):
+    if replace(settings, max_shapes=MAX_SHAPES, ema=None, elsewhere=False) != PlanSettings(settings.profile):
         return False
     try:
         stored, _ = Store(settings.work_dir).stored_plan()

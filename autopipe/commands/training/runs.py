@@ -80,7 +80,7 @@ def train(
             remedy="use --max-restarts instead, or restart the job on fewer ranks with --resume",
         )
     refuse_missing(settings.log)
-    settings = _with_devices(settings)
+    settings = _with_places(settings)
     with contextlib.ExitStack() as locks:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating(settings.plan.work_dir) as repeating:
             path, source = _existing(settings, locks) if settings.resume else (None, None)
@@ -146,11 +146,12 @@ def _observers(settings: TrainSettings, prepared: Prepared, events: Events) -> O
     return Observers(hooks, events)
 
 
-def _with_devices(settings: TrainSettings) -> TrainSettings:
+def _with_places(settings: TrainSettings) -> TrainSettings:
     """Return the settings, with every GPU of this machine that ``devices`` does not name excluded.
 
     Raises: RunError for an index without a GPU.
     """
+    settings = replace(settings, plan=replace(settings.plan, elsewhere=settings.launch.name != "local"))
     if not settings.devices:
         return settings
     present = range(torch.cuda.device_count())

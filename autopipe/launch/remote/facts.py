@@ -13,15 +13,11 @@ from typing import Any
 import psutil
 
 from autopipe import __version__
+from autopipe.cores import usable_cores
 from autopipe.units import MIB
 
 _SMI = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
 _SMI_SECONDS = 20.0
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def collect(*, devices: bool) -> dict[str, Any]:

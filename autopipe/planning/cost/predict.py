@@ -70,7 +70,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
     if REGISTRY[plan.schedule].spills:
         # to begin a copy is as much work as to begin to send a message
         spill = spill_costs(plan, profile, cluster.device(0).to_host_bandwidth, cluster.host.send_seconds)
-    return Costs(tuple(stages), _edges(plan, profile, cluster), spill)
+    return Costs(tuple(stages), _edges(plan, profile, cluster), spill, cluster.cores)
 
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:

@@ -50,4 +50,4 @@ class RunCosts:
         Raises: ScheduleError if the costs are for another number of stages.
         """
         edges = {(message.sender, message.receiver): message.costs for message in self.messages}
-        return timeline_at(plan, graph, Costs(self.stages, edges, self.spill), num_minibatches)
+        return timeline_at(plan, graph, Costs(self.stages, edges, self.spill, self.cluster.cores), num_minibatches)

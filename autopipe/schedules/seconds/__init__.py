@@ -1,1 +1,1 @@
-"""Seconds of a schedule without a timeline: repeated simulations, and a lower bound without any."""
+"""Seconds of a schedule without a timeline, a lower bound of them, and those of ranks that share cores."""

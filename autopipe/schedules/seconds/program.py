@@ -7,12 +7,14 @@ additions in the same order as ``simulate``, so the times are equal, to the last
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.schedule import COMPUTE, Op, Schedule
 from autopipe.schedules.costs import FREE, Costs
+from autopipe.schedules.seconds.sharing import shared_clock
 from autopipe.schedules.simulate import simulate
 
 _COMPUTE, _OTHER, _SEND, _RECEIVE, _REDUCE, _STEP = range(6)
@@ -122,7 +124,8 @@ class Program:
     def run(self, costs: Costs) -> Totals:
         """Return the totals with these costs."""
         clock = [0.0] * self.num_ranks
-        busy: list[list[float]] = [[] for _ in clock]
+        busy: list[list[tuple[float, float]]] = [[] for _ in clock]
+        other: list[tuple[float, float]] = []  # when a rank works and does not compute
         arrivals, free = [0.0] * self.num_messages, [0.0] * len(self.links)
         latest, reduced = [0.0] * len(self.reductions), [0.0] * len(self.reductions)
         ends = [-1.0] * len(self.sums)  # of the last reduction of each sum so far
@@ -134,18 +137,22 @@ class Program:
             now = clock[rank]
             if kind == _COMPUTE:
                 end = now + durations[a]
-                busy[rank].append(end - now)
+                busy[rank].append((now, end))
                 clock[rank] = end
             elif kind == _SEND:
                 clock[rank] = arrival = now + send[a]
+                other.append((now, arrival))
                 if occupied[a]:
                     arrival = max(arrival, free[c]) + occupied[a]
                     free[c] = arrival
                 arrivals[b] = arrival + latency[a]
             elif kind == _RECEIVE:
-                clock[rank] = max(now, arrivals[b]) + receive[a]
+                begin = max(now, arrivals[b])
+                clock[rank] = begin + receive[a]
+                other.append((begin, clock[rank]))
             elif kind == _OTHER:
                 clock[rank] = now + durations[a]
+                other.append((now, clock[rank]))
             elif kind == _STEP:
                 clock[rank] = max(now, reduced[a])
             else:
@@ -156,7 +163,10 @@ class Program:
                     if ends[c] >= 0:
                         ended = max(ended, ends[c] + of_stage.reduce_seconds)
                     reduced[b] = ends[c] = ended
-        return Totals(max(clock), tuple(math.fsum(each) for each in busy))
+        if not 0 < costs.cores < self.num_ranks:
+            return Totals(max(clock), tuple(math.fsum(end - begin for begin, end in each) for each in busy))
+        at = shared_clock([*itertools.chain.from_iterable(busy), *other], costs.cores)
+        return Totals(at(max(clock)), tuple(math.fsum(at(end) - at(begin) for begin, end in each) for each in busy))
 
 
 def _durations(costs: Costs) -> list[float]:

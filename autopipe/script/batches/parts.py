@@ -21,6 +21,7 @@ from autopipe.script.calls.fingerprint import fingerprint
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
+from autopipe.script.speed import prediction
 from autopipe.script.state.remote import plain
 
 if TYPE_CHECKING:
@@ -117,15 +118,10 @@ class Parts:
     def lines(self) -> list[str]:
         """Return what to say at the start: the parts, the speed, and what is not bit-equal."""
         controller = self.controller
-        count, plan = len(self.sizes), controller.plan
-        forward = [stage.forward_seconds for stage in plan.stages]
-        backward = [stage.backward_seconds for stage in plan.stages]
-        one = sum(forward) + sum(backward)
-        faster = count * one / (one + (count - 1) * (max(forward) + max(backward)))
+        count = len(self.sizes)
         sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         lines = [
-            f"each training batch is cut into {count} parts of {sizes}: "
-            f"{faster:.2f} times the speed of one process is predicted",
+            f"each training batch is cut into {count} parts of {sizes}: {prediction(controller, count)}",
             "not bit-equal to python: gradients are sums over parts",
         ]
         if any(program.draws for program in controller.programs):

@@ -39,9 +39,16 @@ class Controller:
     """What the notes read of a controller."""
 
     parts = None
+    places = SimpleNamespace(are_remote=False)
 
     class plan:
         stages = [SimpleNamespace(forward_seconds=1.0, backward_seconds=2.0)] * 2
+
+
+@pytest.fixture(autouse=True)
+def on_four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopipe.script.speed.usable_cores", lambda: 4)
+    monkeypatch.setattr("autopipe.script.speed.torch.get_num_threads", lambda: 2)
 
 
 def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> None:
@@ -52,6 +59,26 @@ def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> No
         "no overlap between stages, and training is not faster: each optimizer step has one backward. "
         "For overlap: accumulation in the script, or --num-microbatches 4"
     ]
+
+
+@pytest.mark.parametrize(
+    ("threads", "predicted"),
+    [
+        (2, "1.60 times the speed of one process is predicted"),
+        (3, "1.33 times the speed of one process at most is predicted, because 2 stages with 3 threads each share"),
+        (4, "the speed of one process at most is predicted, because 2 stages with 4 threads each share"),
+    ],
+)
+def test_the_predicted_speed_counts_the_cores_that_stages_share(
+    threads: int, predicted: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopipe.script.speed.torch.get_num_threads", lambda: threads)
+    notes = Notes()
+    for _ in range(4):
+        notes.backward()
+    notes.step(Controller())  # type: ignore[arg-type]
+    ending = " 4 cores" if predicted.endswith("share") else ""
+    assert lines() == [f"overlap from the script's accumulation of 4 microbatches: {predicted}{ending}"]
 
 
 def test_the_last_line_has_the_seconds_of_a_step(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +105,9 @@ def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
 
 def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.script.batches.parts.batch_norms", lambda model: [])
-    controller = SimpleNamespace(plan=Controller.plan, programs=[SimpleNamespace(draws=())], model=None)
+    controller = SimpleNamespace(
+        plan=Controller.plan, places=Controller.places, programs=[SimpleNamespace(draws=())], model=None
+    )
     parts = Parts(controller, 4)  # type: ignore[arg-type]
     for sizes, shown in (((2, 2, 2, 2), "2"), ((3, 3, 2, 2), "2 to 3")):
         parts.sizes = sizes

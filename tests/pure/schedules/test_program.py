@@ -1,5 +1,6 @@
 """The seconds of a program are those of the simulated timeline, and the bound is never above them."""
 
+import dataclasses
 import random
 
 import pytest
@@ -41,8 +42,8 @@ def test_a_program_takes_as_long_as_the_timeline(name, seed):
     forward = _edges(rng, len(ranks))
     lowered = lower(schedule, StageEdges(tuple(forward), tuple((b, a) for a, b in forward)))
     program = Program(lowered)
-    for _ in range(2):
-        costs = _costs(rng, len(ranks))
+    for cores in (0.0, 1.5):
+        costs = dataclasses.replace(_costs(rng, len(ranks)), cores=cores)
         timeline, totals = simulate(lowered, costs), program.run(costs)
         assert totals.seconds == timeline.seconds
         assert totals.bubble_fraction == timeline.bubble_fraction

@@ -11,6 +11,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Links
 from autopipe.ir.profile import Device
 from autopipe.planning.clusters import by_datasheet, cluster_of_figures, precision_of, this_machine, usable_gpu_bytes
+from autopipe.planning.teams import of_teams
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
@@ -29,6 +30,18 @@ def test_cpu_ranks_share_the_memory_of_this_machine():
     two, four = this_machine(2, CPU), this_machine(4, CPU)
     assert two.source == "assumed"
     assert 0 < four.device(0).memory_bytes < two.device(0).memory_bytes
+
+
+def test_cpu_ranks_share_the_cores_of_this_machine(monkeypatch):
+    monkeypatch.setattr("autopipe.planning.clusters.usable_cores", lambda: 4)
+    assert this_machine(4, CPU).cores == 0
+    assert this_machine(5, CPU).cores == 4
+    assert this_machine(3, dataclasses.replace(CPU, threads=3)).cores == pytest.approx(4 / 3)
+    assert this_machine(2, dataclasses.replace(CPU, threads=8)).cores == 1
+    assert of_teams(this_machine(8, CPU), 2).cores == 2
+    assert cluster_of_figures(8, CPU_PROFILE, 2**30, None).cores == 4
+    assert cluster_of_figures(8, CPU_PROFILE, None, 1e9).cores == 0  # a link to other hosts
+    assert this_machine(8, A100).cores == 0
 
 
 def test_a_gpu_has_the_profiled_memory():
