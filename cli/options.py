@@ -279,7 +279,8 @@ def shapes(function: Function) -> Function:
         type=types.COUNT_OR_NONE,
         default=MAX_SHAPES,
         show_default=True,
-        help="Further shapes of the batch, such as image sizes, for which stage code is generated while training.",
+        help="Further shapes of the batch, such as image sizes, for which stage code is generated while training "
+        "before a warning.",
     )
     return _apply(function, max_shapes)
 

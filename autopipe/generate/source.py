@@ -140,8 +140,9 @@ def _stages(numbers: Sequence[int]) -> str:
 def shape_text(graph: Graph, spec: TensorSpec) -> str:
     """Return dtype and shape, with readable names for the sizes that may vary."""
     text = str(spec)
-    for symbol, name in zip(graph.symbols, ("batch", "length", "length_2"), strict=False):
-        text = re.sub(rf"\b{symbol.name}\b", name, text)
+    names = {"s0": "batch", "s1": "length"}
+    for symbol in graph.symbols:
+        text = re.sub(rf"\b{symbol.name}\b", names.get(symbol.name, f"length_{symbol.name[1:]}"), text)
     return text
 
 

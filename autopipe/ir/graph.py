@@ -19,6 +19,8 @@ from autopipe.ir.teams.axes import Axis
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
 _MANY = 1024  # a size with which every shape expression must still be computable
+# the name of the symbol that counts the samples
+SAMPLES = "s0"
 KINDS = ("call_module", "call_function", "call_method")
 # normalization modules of torch: if one updates its running statistics, its result does not depend on them
 _STATISTICS = {f"{kind}{d}d" for kind in ("BatchNorm", "InstanceNorm") for d in (1, 2, 3)} | {"SyncBatchNorm"}
@@ -39,7 +41,7 @@ class Input:
 class Symbol:
     """A size that may differ from batch to batch: a dimension of an input."""
 
-    name: str  # in shape expressions: s0, s1, ...
+    name: str  # in shape expressions: s0 counts the samples, s1, s2, ... are lengths
     input: str
     dimension: int
     hint: int  # its value in the batch that was captured
@@ -306,5 +308,16 @@ class Graph:
         return frozenset(written & read)
 
     def sizes(self, batch_size: int) -> dict[str, int]:
-        """Return the sizes for shape expressions: ``batch_size`` for the first symbol, the hint for the others."""
-        return {s.name: batch_size if index == 0 else s.hint for index, s in enumerate(self.symbols)}
+        """Return the sizes for shape expressions: ``batch_size`` for the samples, the hint for the others."""
+        samples = self.samples
+        return {s.name: batch_size if s is samples else s.hint for s in self.symbols}
+
+    @property
+    def lengths(self) -> tuple[Symbol, ...]:
+        """The symbols of other sizes than the number of samples."""
+        return tuple(symbol for symbol in self.symbols if symbol.name != SAMPLES)
+
+    @property
+    def samples(self) -> Symbol | None:
+        """The symbol that counts the samples; None if no dimension of an input does."""
+        return next((symbol for symbol in self.symbols if symbol.name == SAMPLES), None)

@@ -48,7 +48,7 @@ def described_on(kind: str, capture: _T, workload: _Batches) -> _T:
     if kind != "cuda":
         return capture
     graph = capture.graph
-    leaves = workload.leaves(workload.example_item(graph.symbols[0].hint if graph.symbols else None))
+    leaves = workload.leaves(workload.example_item(None if graph.samples is None else graph.samples.hint))
     return _with_nodes(capture, nodes_on(torch.device(kind, 0), capture, leaves))
 
 

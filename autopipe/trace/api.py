@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import logging
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from torch import nn
 
@@ -21,7 +21,15 @@ from autopipe.trace.loss.gradient import refuse_without_gradient
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
-from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
+from autopipe.trace.sizes.lengths import (
+    Length,
+    cut,
+    found_lengths,
+    other_sizes,
+    shorter,
+    sizes_of,
+    varying_lengths,
+)
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
@@ -45,25 +53,27 @@ def capture(
     model: nn.Module | None = None,
     lengths: bool = True,
     training: bool = True,
+    others: Sequence[Item] | None = None,
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
     ``batch_size``: the minimum size of the captured batch. The next number that equals no size of the model is used, so
     that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
-    ``training``: False captures the model in evaluation mode. Memory: weights are not copied; ``verify`` keeps two
-    gradients per parameter.
+    ``training``: False captures the model in evaluation mode. ``others``: for a further recording of a model, batches
+    of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
+    supports it. Memory: weights are not copied; ``verify`` keeps two gradients per parameter.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
     the loss of a training has no gradient.
     """
     model = workload.build_model() if model is None else model
     if training:
-        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, training=True)
+        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=True)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     before, trained = ModelSnapshot(model), workload.spec.opaque_modules
     model.eval()
     try:
-        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, training=False)
+        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=False)
     finally:
         before.restore()
         workload.run_opaque(trained)
@@ -76,6 +86,7 @@ def _capture(
     allow_data_dependent: bool,
     verify: bool,
     free: bool,
+    others: Sequence[Item] | None,
     *,
     training: bool,
 ) -> Capture:
@@ -91,10 +102,15 @@ def _capture(
         batch_size, item = distinct, workload.example_item(distinct)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     lengths: tuple[Length, ...] = ()
-    if free and not fixed:
+    if others:
+        each = [workload.leaves(other) for other in others]
+        lengths = varying_lengths(workload.leaves(item), each, {} if fixed else workload.batch_dims(item))
+    elif free and not fixed:
         lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size)
-    opaque = _opaque(workload, model, item, batch_size, lengths)
-    strategies = CaptureStrategies(workload, model, item, batch_size, lengths, allow_data_dependent, opaque=opaque)
+    opaque = _opaque(workload, model, item, batch_size, () if others else lengths)
+    strategies = CaptureStrategies(
+        workload, model, item, batch_size, lengths, bool(others), allow_data_dependent, opaque=opaque
+    )
     with _nothing_collected():
         captured = strategies.capture()
         if training:
@@ -113,14 +129,20 @@ def _capture(
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
-    if len(captured.graph.symbols) > 1:
+    if others and captured.graph.lengths:
+        try:
+            verify_capture(workload, model, captured.module, captured.graph, [*others], seeds=1)
+        except TraceError as why:
+            logger.info("the sizes in which batches differ stay fixed: %s", why.what)
+            captured = completed(dataclasses.replace(strategies, lengths=()).capture())
+    elif captured.graph.lengths:
         part = _verified_at(workload, model, item, captured, lengths)
         if part is None:
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
         else:
             captured = _bounded(captured, lengths, part)
     exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)
-    if trains(model) and not fixed:
+    if trains(model) and not fixed and others is None:
         notes += coupling_notes(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
@@ -212,8 +234,8 @@ def _verified_at(
 
 def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Capture:
     """Set the lower bound of each length to that of the shortest batch on which the graph was verified."""
-    symbols = list(captured.graph.symbols[:1])
-    for symbol, length in zip(captured.graph.symbols[1:], lengths, strict=False):
+    symbols = [symbol for symbol in captured.graph.symbols if symbol is captured.graph.samples]
+    for symbol, length in zip(captured.graph.lengths, lengths, strict=False):
         symbols.append(dataclasses.replace(symbol, low=shorter(length.size)[part]))
     graph: Graph = dataclasses.replace(captured.graph, symbols=tuple(symbols))
     return dataclasses.replace(captured, graph=graph)

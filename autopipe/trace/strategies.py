@@ -36,7 +36,7 @@ from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.align import GraphsDiffer, LiveComparison, aligned
 from autopipe.trace.sizes.fit import Fit
-from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, sizes_of
+from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, sizes_of, spread
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.batches.items import shapes
@@ -48,6 +48,7 @@ QUICK = "calls of the model, at two batch sizes"
 LENGTHS = "calls of the model, at two batch sizes and lengths"
 SYMBOLIC = "calls of the model, batch size symbolic"
 FIXED = "calls of the model, for batches of one structure"
+FIXED_LENGTHS = f"{FIXED}, at two sizes"
 KEPT = f"{SYMBOLIC}, data-dependent decisions kept"
 EXPORT = "torch.export"
 _WIDE = 131  # samples of the second recording: enough to trigger code that depends on a minimum batch size
@@ -62,6 +63,7 @@ class CaptureStrategies:
     item: Item
     batch: int  # samples in the first recording
     lengths: tuple[Length, ...] = ()  # sizes other than the batch size that may vary
+    observed: bool = False  # whether batches of the data differ in ``lengths``; False: they are guesses
     allow_data_dependent: bool = False
     forward: Forward | None = None  # recorded in place of the model's own forward
     opaque: Opaque | None = None  # modules that run as they are; extended if the model cannot be recorded otherwise
@@ -158,6 +160,9 @@ def one_structure(strategies: CaptureStrategies, recording: Followed | TraceErro
     """Capture a workload whose batches all have the same structure: one recording suffices."""
     if isinstance(recording, TraceError) or not strategies.workload.is_fixed(strategies.item):
         return None
+    fit = _fit_observed(strategies)
+    if fit is not None:
+        return _from_fit(strategies, fit, fit.narrow, FIXED_LENGTHS)
     raw = recorded_arguments(recording)
     same, note = strategies.in_evaluation(recording, batch=strategies.batch)
     return strategies.finish(recording, FIXED, same, raw, note)
@@ -167,17 +172,29 @@ def two_shapes(strategies: CaptureStrategies, recording: Followed | TraceError) 
     """Capture from a second recording at another batch size, and at other lengths if possible."""
     if isinstance(recording, TraceError):
         return None
+    fit = _fit_observed(strategies)
+    if fit is not None:
+        return _from_fit(strategies, fit, fit.narrow, LENGTHS)
     fit = _fit(strategies, recording)
     if fit is None:
         return None
-    raw = recorded_arguments(recording)
-    same, note = strategies.in_evaluation(recording, batch=strategies.batch)
+    return _from_fit(strategies, fit, recording, LENGTHS if fit.narrow.lengths else QUICK)
+
+
+def _from_fit(strategies: CaptureStrategies, fit: Fit, narrow: Followed, method: str) -> Capture:
+    """Return the capture of two recordings. ``narrow``: the first of them, as it was recorded."""
+    raw = recorded_arguments(narrow)
+    lengths = tuple(zip(narrow.lengths, narrow.sizes[1:], strict=True)) if narrow.lengths else ()
+    same, note = strategies.in_evaluation(narrow, batch=strategies.batch, lengths=lengths)
     fit.apply()
-    capture = strategies.finish(fit.narrow, LENGTHS if fit.narrow.lengths else QUICK, same, raw, note)
-    symbols = capture.graph.symbols
-    highs = [max(pair) for pair in zip(fit.narrow.sizes, fit.wide.sizes, strict=False)]
-    symbols = (symbols[0], *(dataclasses.replace(s, high=h) for s, h in zip(symbols[1:], highs[1:], strict=False)))
-    return dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, symbols=symbols))
+    capture = strategies.finish(fit.narrow, method, same, raw, note)
+    highs = [max(pair) for pair in zip(fit.narrow.sizes[1:], fit.wide.sizes[1:], strict=False)]
+    bounded = [
+        dataclasses.replace(symbol, high=high) for symbol, high in zip(capture.graph.lengths, highs, strict=False)
+    ]
+    samples = () if capture.graph.samples is None else (capture.graph.samples,)
+    graph = dataclasses.replace(capture.graph, symbols=(*samples, *bounded))
+    return dataclasses.replace(capture, graph=graph)
 
 
 def symbolic_batch(strategies: CaptureStrategies, recording: Followed | TraceError) -> Capture | None:
@@ -235,11 +252,27 @@ def recorded_arguments(followed: Followed) -> dict[fx.Node, Arguments]:
     return {node: (node.args, dict(node.kwargs)) for node in followed.graph.nodes}
 
 
+def _fit_observed(strategies: CaptureStrategies) -> Fit | None:
+    """Return the fit of two recordings at other sizes than those of the data, or None if no two recordings fit."""
+    if not strategies.observed or not strategies.lengths:
+        return None
+    fixed, batch = strategies.workload.is_fixed(strategies.item), strategies.batch
+    for small, large in spread(strategies.lengths):
+        try:
+            narrow = strategies.record(batch=batch, lengths=tuple(zip(strategies.lengths, small, strict=True)))
+            given = tuple(zip(strategies.lengths, large, strict=True))
+            many = batch if fixed else _many(strategies)
+            return Fit(narrow, strategies.record(batch=many, lengths=given, most=len(narrow.calls)))
+        except (GraphsDiffer, TraceError) as failure:
+            logger.info("the sizes in which batches differ stay fixed: %s", failure)
+    return None
+
+
 def _fit(strategies: CaptureStrategies, narrow: Followed) -> Fit | None:
     """Return the fit of a second recording, with other lengths if possible, or None if no second recording fits."""
-    lengths = strategies.lengths
+    lengths = () if strategies.observed else strategies.lengths
     taken = sizes_of(strategies.model) | other_sizes(strategies.workload, strategies.item)
-    many = next(n for n in range(_WIDE, 2 * _WIDE) if n not in taken and _has_no_small_factor(n - strategies.batch))
+    many = _many(strategies)
     failures: list[Exception] = []
     others = [other_lengths(length.size, taken) for length in lengths]
     for attempt in range(max(map(len, others), default=0)):
@@ -265,6 +298,12 @@ def _fit(strategies: CaptureStrategies, narrow: Followed) -> Fit | None:
     finally:
         if failures:
             logger.info("sequence lengths stay fixed: %s", failures[-1])
+
+
+def _many(strategies: CaptureStrategies) -> int:
+    """Return the number of samples of the second recording."""
+    taken = sizes_of(strategies.model) | other_sizes(strategies.workload, strategies.item)
+    return next(n for n in range(_WIDE, 2 * _WIDE) if n not in taken and _has_no_small_factor(n - strategies.batch))
 
 
 def _check_model_runs(strategies: CaptureStrategies, error: TraceError) -> None:

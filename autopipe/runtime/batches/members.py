@@ -51,8 +51,9 @@ def of_same_team(captured: Capture, plan: Plan, stages: Path, batches: Batches) 
     member = member_of(captured, axes, plan.team, sequence=plan.workload.sequence)
     read = {name for node in captured.graph.nodes for name in (*node.parameters, *node.buffers)}
     other = (shards.keys() ^ member.shards.keys()) & read or (partial ^ {*member.partial}) & read
-    symbols = captured.graph.symbols
-    leaves = batches.leaves(batches.example_item(symbols[0].hint + 1 if symbols else plan.microbatch_size))
+    samples = captured.graph.samples
+    count = plan.microbatch_size if samples is None else samples.hint + 1
+    leaves = batches.leaves(batches.example_item(count))
     why = f"its calls cut {min(other)} in another way than the stages do" if other else ""
     if not why:
         why = "; ".join(verified(captured, axes, leaves, plan.team).notes)

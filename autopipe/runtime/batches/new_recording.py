@@ -5,8 +5,11 @@ Imported by a rank only when it meets such a batch: importing the capture takes 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +24,9 @@ from autopipe.planning import map_cuts_to
 from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.context import RunContext
 from autopipe.trace import Capture, capture, with_own_constants
+from autopipe.trace.sizes.lengths import varying_lengths
 from autopipe.workload import Workload
+from autopipe.workload.batches.forms import form_of
 
 
 def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
@@ -36,6 +41,21 @@ def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -
     artifact.save(cut, folder / "plan.json")
 
 
+def differing(
+    workload: Workload, part: Any, form: BatchForm, examples: Sequence[Any]
+) -> tuple[list[Any], frozenset[tuple[str, int]]]:
+    """Return the ``examples`` of the form of a part, and the inputs and dimensions in which their sizes differ."""
+    forms = [form_of(example) for example in examples]
+    others = [
+        example
+        for example, its in zip(examples, forms, strict=True)
+        if (its.structure, its.leaves) == (form.structure, form.leaves)
+    ]
+    samples = {} if workload.is_fixed(part) else workload.batch_dims(part)
+    lengths = varying_lengths(workload.leaves(part), [workload.leaves(other) for other in others], samples)
+    return others, frozenset(place for length in lengths for place in length.places)
+
+
 def write_new_recording(
     workload: Workload,
     form: BatchForm,
@@ -45,15 +65,25 @@ def write_new_recording(
     device_kind: str,
     allow_data_dependent: bool,
     training: bool,
-) -> str:
-    """Capture the batch of a workload, which has this form, and write its recording. Return the capture's method.
+    others: Sequence[Any] = (),
+) -> Capture:
+    """Capture the batch of a workload, which has this form, write its recording, and return the capture.
 
-    ``device_kind``: of the device that the ranks compute on.
+    ``device_kind``: of the device that the ranks compute on. ``others``: batches of this form with other shapes; the
+    sizes that differ may vary if the model supports it.
 
     Raises: AutopipeError if the batch cannot be captured, or not cut like the plan.
     """
     with exclusive(), torch.enable_grad():
-        captured = capture(workload, allow_data_dependent=allow_data_dependent, training=training)
+        record = functools.partial(capture, workload, allow_data_dependent=allow_data_dependent, training=training)
+        captured = record(others=others)
+        if context.graph.samples is None and captured.graph.divisor != context.graph.divisor:
+            # no input counts the samples, and a count that is a constant of the plan's graph is a size here: parts of
+            # one minibatch would count by two units
+            if context.graph.divisor:
+                captured = record(others=())
+            else:
+                captured = replace(captured, divisor=None, graph=replace(captured.graph, divisor=""))
         captured = described_on(device_kind, captured, workload)
     with torch.enable_grad():  # the members are threads that draw, so this one must not hold the generator
         captured = of_same_team(captured, context.plan, folder.parent, workload)
@@ -62,4 +92,4 @@ def write_new_recording(
         form = replace(form, reads=followed.reads, unread=followed.unread)
         captured = replace(captured, graph=replace(captured.graph, batch=form))
         write_recording(captured, context.plan, context.graph, folder)
-    return captured.method
+    return captured

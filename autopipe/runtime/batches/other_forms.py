@@ -6,6 +6,7 @@ from typing import Any
 
 from autopipe.errors import RunError, counted
 from autopipe.ir.batch import BatchForm
+from autopipe.ir.graph import Graph
 from autopipe.workload import Workload
 from autopipe.workload.batches.items import shapes
 
@@ -16,6 +17,18 @@ def other_batch(own: BatchForm, part: Any, form: BatchForm) -> str:
     """Return a description of how a batch differs from that for which the stage code was generated."""
     difference = own.difference(form)
     return f"a batch of another form: {difference}" if difference else f"a batch of another shape ({shapes(part)})"
+
+
+def free_sizes(graph: Graph) -> str:
+    """Return which sizes may vary in a further recording, "" if none."""
+    places = ", ".join(f"{symbol.input}.shape[{symbol.dimension}]" for symbol in graph.lengths)
+    return f", for all batches that differ in {places}" if places else ""
+
+
+def many_shapes(own: BatchForm, part: Any, form: BatchForm, count: int) -> str:
+    """Return a note on the batch with which the further shapes exceed ``--max-shapes``; see ``too_many``."""
+    error = too_many(own, part, form, count)
+    return f"warning: {error.what}: each further one takes as long as a capture; {error.remedy}"
 
 
 def too_many(own: BatchForm, part: Any, form: BatchForm, count: int) -> RunError:

@@ -26,7 +26,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.shares import Shares
 from autopipe.runtime.batches.on_device import Placement
-from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
+from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
 from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -83,6 +83,10 @@ class Recordings:
     # the parts read so far, by training or not, structure and shapes
     _parts: dict[Any, _Part] = field(default_factory=dict)
     _count: int = 0
+    # by recording: the first part that followed it; only of rank 0, which captures
+    _examples: dict[str, Any] = field(default_factory=dict)
+    # places of lengths for which the model needs several graphs: the sizes of such batches stay fixed
+    _rigid: set[frozenset[tuple[str, int]]] = field(default_factory=set)
     _disagreement: float = 0.0
 
     def __post_init__(self) -> None:
@@ -96,7 +100,7 @@ class Recordings:
     def microbatches(self, item: Any, placement: Placement, *, training: bool = True) -> list[Microbatch]:
         """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.shares``).
 
-        Raises: RunError if a part has other tensors than the captured batch, or if there are too many shapes.
+        Raises: RunError if a part has other tensors than the captured batch.
         """
         if training:
             self.latest = item
@@ -122,6 +126,8 @@ class Recordings:
                 return {name: flat[position] for name, position in known.names}, known
         leaves = self.workload.leaves(part)
         recording = self._of(part, leaves, training=training)
+        if self.transport.leads:
+            self._examples.setdefault(recording.name, part)
         places = {id(leaf): position for position, leaf in enumerate(flat)}
         names = tuple((name, places[id(leaf)]) for name, leaf in leaves.items())
         cutting, samples = self.workload.cutting, self.workload.num_samples(part)
@@ -172,8 +178,8 @@ class Recordings:
         if self.before_recording is not None:
             self.before_recording()
         refuse_other_kinds(known[0].graph, leaves)
-        if self._count >= self.job.max_shapes:
-            raise too_many(self.training[0].graph.batch, part, form, self._count)
+        if self._count == self.job.max_shapes and self.transport.leads:
+            self.reporter.event("note", text=many_shapes(known[0].graph.batch, part, form, self._count))
         self._count += 1
         known.append(self._record(part, form, training=training))
         return known[-1]
@@ -187,10 +193,14 @@ class Recordings:
         self.transport.barrier()  # ranks may be threads, and none may run the model while it is captured
         other = other_batch(self.training[0].graph.batch, part, form)
         if self.transport.leads:
-            from autopipe.runtime.batches.new_recording import write_new_recording
+            from autopipe.runtime.batches.new_recording import differing, write_new_recording
 
+            names = {recording.name for recording in self.known(training=training)}
+            examples = [example for known, example in self._examples.items() if known in names]
+            others, places = differing(self.workload, part, form, examples)
+            others = [] if places in self._rigid else others
             try:
-                method = write_new_recording(
+                captured = write_new_recording(
                     OneBatch(self.workload, part),  # type: ignore[arg-type]  # it has the interface of a workload
                     form,
                     self.context,
@@ -198,6 +208,7 @@ class Recordings:
                     device_kind=torch.device(self.job.device).type,
                     allow_data_dependent=self.job.allow_data_dependent,
                     training=training or self.evaluation is self.training,
+                    others=others,
                 )
             except AutopipeError as error:
                 raise RunError(
@@ -205,7 +216,12 @@ class Recordings:
                     where=error.where,
                     remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
                 ) from error
-            self.reporter.event("note", text=f"generated stage code for {other} ({method}): stages/{name}")
+            free = free_sizes(captured.graph) if others else ""
+            if not free:
+                self._rigid.add(places)
+            self.reporter.event(
+                "note", text=f"generated stage code for {other} ({captured.method}): stages/{name}{free}"
+            )
         self.reporter.at(f"waiting for {name}", waiting=True)
         self.transport.barrier()
         try:

@@ -75,10 +75,9 @@ class _Describer:
             name=name,
             inputs=tuple(inputs),
             symbols=tuple(
-                Symbol(f"s{index}", node.name, dimension, size)
-                for index, ((node, dimension), size) in enumerate(
-                    zip(self.followed.places, self.followed.sizes, strict=True)
-                )
+                Symbol(f"s{index}", place[0].name, place[1], size)
+                for index, (place, size) in enumerate(zip(self.followed.places, self.followed.sizes, strict=True))
+                if place is not None
             ),
             nodes=tuple(described),
             outputs=outputs,

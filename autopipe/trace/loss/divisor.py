@@ -57,7 +57,7 @@ def find_divisor(graph: Graph, module: fx.GraphModule) -> Divisor | None:
     products = walk.products()
     if not products or products == [SAMPLES]:
         return None
-    if not graph.symbols and any(factor in SAMPLES for product in products for factor in product):
+    if graph.samples is None and any(factor in SAMPLES for product in products for factor in product):
         return None  # no input gives the number of samples
     return _Writer(walk).divisor(products)
 
@@ -174,7 +174,8 @@ class _Writer:
 
     def _factor(self, factor: Factor) -> fx.Node:
         if factor.kind == "samples":
-            symbol = self.walk.graph.symbols[0]
+            symbol = self.walk.graph.samples
+            assert symbol is not None, "find_divisor returns None without one"
             entry = self.copies[self.walk.nodes[symbol.input]]
             return self._call("call_method", "size", entry, symbol.dimension, name="size")
         value = self.copies[self.walk.nodes[factor.value]]

@@ -60,7 +60,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         # "" if no shape contains the number of samples: then every dimension may count samples
-        self.batch = self.graph.symbols[0].name if self.graph.symbols else ""
+        self.batch = self.graph.samples.name if self.graph.samples is not None else ""
         self.nodes = {node.name: node for node in self.module.graph.nodes}
         self.of = {node.name: node for node in self.graph.nodes}
         self.inputs = {entry.name: entry.spec for entry in self.graph.inputs}

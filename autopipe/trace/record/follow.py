@@ -47,7 +47,7 @@ class Followed:
     recorder: Recorder
     faked_model: FakedModel
     symbols: Symbols
-    sizes: tuple[int, ...]  # the number of samples and the lengths, if they may vary
+    sizes: tuple[int, ...]  # the number of samples and the lengths; empty if none of them may vary
     reads_training: bool  # whether the user's code reads ``training``
     batch: tuple[str, int] | None  # (input, dimension) that gives the number of samples, if any
     lengths: tuple[Length, ...] = ()
@@ -59,11 +59,11 @@ class Followed:
         return self.recorder.graph
 
     @property
-    def places(self) -> list[tuple[fx.Node, int]]:
-        """The source of each of ``sizes``: an input and its dimension."""
+    def places(self) -> list[tuple[fx.Node, int] | None]:
+        """The source of each of ``sizes``: an input and its dimension. None: no dimension counts the samples."""
         inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
-        places = [] if self.batch is None else [self.batch, *(length.places[0] for length in self.lengths)]
-        return [(inputs[name], dimension) for name, dimension in places]
+        places = [self.batch, *(length.places[0] for length in self.lengths)][: len(self.sizes)]
+        return [None if place is None else (inputs[place[0]], place[1]) for place in places]
 
 
 def follow(
@@ -132,7 +132,7 @@ def follow(
     _clone_changed_inputs(recorder.graph)
     join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
-    sizes = () if first is None else (batch or count, *(size for _, size in lengths))
+    sizes = () if first is None and not lengths else (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
     return Followed(recorder, faked_model, symbols, sizes, reads.seen, first, free, calls)
 

@@ -82,6 +82,8 @@ class Fit:
         if size in nodes:
             return nodes[size]
         node = self._product(size.of, user, nodes)
+        for index in size.also:
+            node = self._insert("call_function", operator.add, (node, self._product((index,), user, nodes)), user)
         if size.factor != 1:
             node = self._insert("call_function", operator.mul, (node, size.factor), user)
         if size.offset:
@@ -97,8 +99,9 @@ class Fit:
         plain = Size(1, 0, which)
         if plain not in nodes:
             if len(which) == 1:
-                source, dimension = self.narrow.places[which[0]]
-                nodes[plain] = self._insert("call_method", "size", (source, dimension), user)
+                place = self.narrow.places[which[0]]
+                assert place is not None, "a size that does not differ is in no formula"
+                nodes[plain] = self._insert("call_method", "size", place, user)
             else:
                 first, second = (self._product((index,), user, nodes) for index in which)
                 nodes[plain] = self._insert("call_function", operator.mul, (first, second), user)

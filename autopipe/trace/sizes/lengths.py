@@ -1,13 +1,15 @@
-"""Sizes other than the batch size that may vary between batches: sequence lengths.
+"""Sizes other than the batch size that may vary between batches: sequence lengths, nodes and edges, boxes.
 
-They are guessed from the example, and accepted only if the recordings agree and real batches of that length compare
-equal (``api.capture``). A wrong guess costs one recording; an undetected length is captured per shape instead.
+They are guessed from the example, or found where the batches of the data differ (``varying_lengths``), and accepted
+only if the recordings agree and real batches of that length compare equal (``api.capture``). A wrong guess costs one
+recording; an undetected length is captured per shape instead.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from autopipe.workload.batches.layouts import laid_out
 
 _SHORTEST = 4  # smaller sizes are numbers of classes or coordinates rather than lengths
 _MOST = 2  # source and target of an encoder-decoder
+_MOST_VARYING = 16  # sizes in which batches of the data differ
+_LARGER = 8  # multiple of the largest size in the data at which the second recording is made
 _TABLES = 2  # tables (of positions, for example) whose end is tried as a length
 
 
@@ -27,6 +31,7 @@ class Length:
 
     places: tuple[tuple[str, int], ...]  # (input, dimension) of each tensor that has it
     size: int  # in the example
+    largest: int = 0  # in the data, if it was found there
 
 
 def found_lengths(
@@ -59,6 +64,41 @@ def found_lengths(
         ]
         lengths.append(Length(tuple(places), size))
     return tuple(lengths) if len(lengths) <= _MOST else ()
+
+
+def varying_lengths(
+    leaves: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]], dimensions: Mapping[str, int]
+) -> tuple[Length, ...]:
+    """Return the sizes in which other batches of the data differ from a batch.
+
+    Dimensions that have the same size in each of the batches are one length. A size of 0 stays fixed.
+    ``dimensions``: by tensor, the one that counts the samples.
+    """
+    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for name, leaf in leaves.items():
+        for dimension, size in enumerate(leaf.shape):
+            sizes = (int(size), *(int(other[name].shape[dimension]) for other in others))
+            if size and len(set(sizes)) > 1 and dimension != dimensions.get(name):
+                groups.setdefault(sizes, []).append((name, dimension))
+    lengths = tuple(Length(tuple(places), sizes[0], max(sizes)) for sizes, places in groups.items())
+    return lengths if len(lengths) <= _MOST_VARYING else ()
+
+
+def spread(lengths: Sequence[Length]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield pairs of small and large sizes at which a model with these lengths is recorded, in the order to try them.
+
+    Each difference is a prime number that exceeds the sum of the smaller ones, so that sums can be distinguished. A model may
+    treat a size of 1 in another way, and then the smallest size is 2.
+    """
+    largest = max(length.largest for length in lengths)
+    primes = [number for number in range(2, 8 * len(lengths) + 8) if _is_prime(number)]
+    for small in ([1] * len(lengths), primes[: len(lengths)]):
+        large, total = list[int](), _LARGER * largest
+        for size in small:
+            apart = next(number for number in itertools.count(total + 1) if _is_prime(number))
+            total += apart
+            large.append(size + apart)
+        yield tuple(small), tuple(large)
 
 
 def sizes_of(model: nn.Module) -> set[int]:
