@@ -16,7 +16,7 @@ from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import Worst, relative_error
 from autopipe.verify.in_stages import Trained
 
-# a factor of the loss that changes the rounding of every gradient, since it is no power of two; below 1 for float16
+# a factor of the loss that changes the rounding of every gradient, since it is not a power of two; below 1 for float16
 ENLARGED = 0.75
 # the most that the code of a compiler may differ from eager code, in the gradient of any tensor in the first step
 _MOST_COMPILED = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
@@ -88,7 +88,7 @@ def too_large_for_a_compiler(errors: Mapping[str, float], precision: str) -> lis
 def noise_of_path(plain: Trained, captured: Trained, precision: str) -> tuple[Worst, str]:
     """Return what the captured path changes in the plain loop, and a sentence on it.
 
-    Every step begins at the same weights. A difference for which a capture would be refused is no noise.
+    Every step begins at the same weights. A difference for which a capture would be refused does not count.
     """
     difference = noise_between(plain, captured)
     limit = _MOST_OF_PATH[precision]

@@ -87,8 +87,8 @@ def varying_lengths(
 def spread(lengths: Sequence[Length]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield pairs of small and large sizes at which a model with these lengths is recorded, in the order to try them.
 
-    Each difference is a prime number that exceeds the sum of the smaller ones, so that sums can be distinguished. A model may
-    treat a size of 1 in another way, and then the smallest size is 2.
+    Each difference is a prime number that exceeds the sum of the smaller ones, so that sums can be distinguished. A
+    model may treat a size of 1 in another way, and then the smallest size is 2.
     """
     largest = max(length.largest for length in lengths)
     primes = [number for number in range(2, 8 * len(lengths) + 8) if _is_prime(number)]
