@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import psutil
@@ -129,10 +130,17 @@ class Commands:
 
     def run(self, *arguments: str, code: int = 0, seconds: float = 120) -> tuple[str, str]:
         """Run a command, assert its exit code, and return its stdout and stderr."""
-        done = run_warm(AUTOPIPE, *arguments, cwd=self.folder, env=self._environment(), timeout=seconds)
+        done = self.outcome(*arguments, seconds=seconds)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
         return done.stdout, done.stderr
+
+    def outcome(
+        self, *arguments: str, environment: Mapping[str, str] = MappingProxyType({}), seconds: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command, whatever its exit code. ``environment``: variables besides those of this process."""
+        env = {**self._environment(), **environment}
+        return run_warm(AUTOPIPE, *arguments, cwd=self.folder, env=env, timeout=seconds)
 
     def document(self, *arguments: str, code: int = 0, seconds: float = 120) -> dict[str, Any]:
         """Return the JSON document of a command."""

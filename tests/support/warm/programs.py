@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support.damage.registry import VARIABLE
 from support.warm import brief, reading
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
@@ -131,6 +132,8 @@ def _become(request: dict[str, Any]) -> None:
     if request["probe"]:
         sys.modules["autopipe.commands.training.repeating"].probe_command = lambda: request["probe"]  # type: ignore[attr-defined]
         brief.shorten(setattr)
+    if VARIABLE in os.environ:
+        importlib.import_module("support.damage.installing").install()
     program, *arguments = request["command"]
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).resolve().parent)

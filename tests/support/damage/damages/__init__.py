@@ -1,0 +1,16 @@
+"""All damages. Importing this registers them."""
+
+from support.damage import switched  # noqa: F401
+from support.damage.damages import (  # noqa: F401
+    gradients,
+    messages,
+    microbatches,
+    optimizers,
+    restored,
+    shared,
+    teams,
+    versions,
+)
+from support.damage.registry import DAMAGES
+
+__all__ = ["DAMAGES"]
