@@ -45,7 +45,7 @@ or the only `nn.Module` subclass that the file defines. Optional names in the sa
 temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with
 `loss_hook.` if the model has an attribute `loss`. The `optimizer` hook receives them, too. Omit these names to load an
 export into the model alone. A function that calls such a module is refused: name the module itself. Buffers that the
-loss changes are stored if it has a parameter, also a frozen one.
+loss changes, such as a center, are in checkpoints, and in exports if the loss has a parameter, too.
 
 `after_step` does what a training loop does next to the step: momentum teachers, normalized or clamped weights. It
 receives pairs of name and parameter, including frozen ones and excluding buffers, after `optimizer.step()` and

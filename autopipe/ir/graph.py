@@ -307,6 +307,14 @@ class Graph:
         }
         return frozenset(written & read)
 
+    @functools.cached_property
+    def recomputed_with(self) -> frozenset[str]:
+        """The buffers of which a forward that runs again gets the first values: also all those of opaque modules.
+
+        The code of an opaque module may write a buffer in a branch that no batch of the capture took.
+        """
+        return self.replayed_buffers | {name for node in self.nodes if node.opaque for name in node.buffers}
+
     def sizes(self, batch_size: int) -> dict[str, int]:
         """Return the sizes for shape expressions: ``batch_size`` for the samples, the hint for the others."""
         samples = self.samples

@@ -153,7 +153,7 @@ class RankAssembly:
             carries_gradient=carries_gradient,
             exact_ties=exact_ties,
             recompute=planned.recompute,
-            replayed=graph.replayed_buffers,
+            replayed=graph.recomputed_with,
             names=graph.aliases,
             cast_once=graph.cast_once,
             distinguish_absent=any(node.opaque for node in graph.nodes),

@@ -63,7 +63,7 @@ class StageVariant:
     # the received and sent values through which a gradient flows
     carries_gradient: frozenset[str]
     # buffers by first name, of this and other stages, that a recomputed forward must see as the first forward did
-    # (``Graph.replayed_buffers``)
+    # (``Graph.recomputed_with``)
     replayed: frozenset[str] = frozenset()
     # as in ``Graph``: the parameters of which one cast may serve all microbatches
     cast_once: frozenset[str] = frozenset()

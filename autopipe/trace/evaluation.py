@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autopipe.trace.record.follow import short_where_text
+from autopipe.trace.lines.of_nodes import short_where_text
 from autopipe.trace.sizes.align import GraphsDiffer, merged
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

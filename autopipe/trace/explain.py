@@ -252,6 +252,7 @@ def explained(error: Exception, construct: str, *, drawn: bool = False) -> Trace
     )
 
 
+AFTER_STEP = "make it a buffer (register_buffer), or change it in after_step(named_parameters, step)"
 COIN = "so other steps take other branches"
 FIXED_BATCH = "the model accepts only batches of"
 MORE_CALLS = "the model makes more calls than for a batch of another shape"

@@ -31,6 +31,7 @@ from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
 from autopipe.trace.graph.naming import rename
 from autopipe.trace.opaque.choose import Opaque
+from autopipe.trace.opaque.observe import left_as_it_was
 from autopipe.trace.record.follow import Followed, Forward, follow
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
@@ -311,10 +312,8 @@ def _check_model_runs(strategies: CaptureStrategies, error: TraceError) -> None:
     model, item = strategies.model, strategies.item
     if any(parameter.is_meta for parameter in model.parameters()):
         return
-    before = ModelSnapshot(model)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with torch.no_grad(), flat_checkpoints():
+        with left_as_it_was(model), torch.no_grad(), flat_checkpoints():
             strategies.workload.loss(model, item)
     except Exception as failure:
         text = (str(failure).strip().splitlines() or [""])[0]
@@ -324,11 +323,6 @@ def _check_model_runs(strategies: CaptureStrategies, error: TraceError) -> None:
             where=place_of(failure) or error.where,
             remedy="compare the batch with the expected inputs; run the model on one batch without autopipe",
         ) from failure
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        before.restore()
 
 
 def _has_no_small_factor(step: int) -> bool:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -22,7 +20,7 @@ from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.explain import failed_on_real_numbers, short_path
 from autopipe.trace.graph.replay import replay
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
@@ -108,23 +106,16 @@ def _run(
     for parameter in model.parameters():
         parameter.grad = None
     item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)  # a forward may modify its batch
-    bound = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        loss, weight, drawn = forward(item, where)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        with buffers_restored(model):  # every microbatch starts from the same state
+            loss, weight, drawn = forward(item, where)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+            after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     except AutopipeError:
         raise
     except Exception as error:
         raise failed_on_real_numbers(failed, error) from error
-    finally:
-        after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        for registry, tensors in bound:  # every microbatch starts from the same state
-            registry.update(tensors)
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
     values: dict[str, Tensor | None] = {"loss": loss.detach().clone()}
     if weight is not None:
         values["weight of the loss"] = weight.detach().clone()

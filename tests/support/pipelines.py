@@ -71,13 +71,15 @@ def profile_of(workload: Workload, taken: Capture) -> Captured:
     return Captured(workload, taken, profile)
 
 
-def plan_for(subject: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int) -> Plan:
+def plan_for(
+    subject: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int, **options: Any
+) -> Plan:
     """Plan a pipeline without replicas."""
     cluster = Cluster((Level("host", num_stages, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
-    options = PlanOptions(
-        num_ranks=num_stages, batch_size=batch_size, num_microbatches=num_microbatches, schedule=schedule
+    requested = PlanOptions(
+        num_ranks=num_stages, batch_size=batch_size, num_microbatches=num_microbatches, schedule=schedule, **options
     )
-    return make_plan(subject.profile, cluster, options)
+    return make_plan(subject.profile, cluster, requested)
 
 
 @dataclass(frozen=True)

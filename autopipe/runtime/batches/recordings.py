@@ -243,7 +243,7 @@ class Recordings:
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
             runner.variants[name] = StageVariant(
-                code, recording.carries_gradient, graph.replayed_buffers, graph.cast_once
+                code, recording.carries_gradient, graph.recomputed_with, graph.cast_once
             )
         return recording
 

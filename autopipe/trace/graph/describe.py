@@ -13,11 +13,14 @@ from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import DTYPE_BYTES, TensorSpec
+from autopipe.trace.explain import AFTER_STEP
 from autopipe.trace.graph.naming import is_part
+from autopipe.trace.lines.of_nodes import own_text, source_text, where_text
 from autopipe.trace.record.canonical import arguments_text
-from autopipe.trace.record.follow import Followed, own_text, source_text, storage_key, where_text
+from autopipe.trace.record.follow import Followed
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import qualified_name
+from autopipe.trace.record.values import storage_key
 
 
 def describe(followed: Followed, name: str) -> Graph:
@@ -145,15 +148,14 @@ class _Describer:
                 raise TraceError(
                     f"the forward changes parameter {self.parameter_names[key]} in place",
                     where=where_text(meta),
-                    remedy="make it a buffer (register_buffer), or change it in after_step(named_parameters, step)",
+                    remedy=AFTER_STEP,
                 )
             if key in self.constant_memory:
                 raise TraceError(
                     "the forward changes a tensor in place that is neither parameter nor buffer",
                     where=where_text(meta),
-                    remedy="register it with register_buffer in the model, so that checkpoints and stages include it; "
-                    "in a loss that is an nn.Module, where it has a parameter too: self.follow = "
-                    "nn.Parameter(torch.zeros(()), requires_grad=False)",
+                    remedy="register it with register_buffer in the model, or in a loss that is an nn.Module itself "
+                    "(loss = criterion, not a function that calls it), so that checkpoints and stages include it",
                 )
             written += self.buffer_names.get(key, [])
         return tuple(dict.fromkeys(written))

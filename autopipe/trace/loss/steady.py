@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopipe import sparse
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.ir.graph import Graph
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
 from autopipe.workload import Item, Workload
 
 _COARSE = (torch.bfloat16, torch.float16)
@@ -83,23 +83,20 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
     ``as_it_is``: keep weights and batch statistics unchanged; the model is still restored.
     """
     snapshot = ModelSnapshot(model)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     data = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        if not as_it_is:
-            _move(model)
-            _fix_statistics(workload, model, item)
-        yield
-    finally:
-        for parameter, before in data:
-            parameter.data = before
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        snapshot.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with buffers_restored(model):
+        try:
+            if not as_it_is:
+                _move(model)
+                _fix_statistics(workload, model, item)
+            yield
+        finally:
+            for parameter, before in data:
+                parameter.data = before
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            snapshot.restore()
 
 
 def _move(model: nn.Module) -> None:

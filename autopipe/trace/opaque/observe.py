@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.draws import Draws, flat_checkpoints
 from autopipe.trace.record.faked_model import first_names
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
 from autopipe.trace.record.values import version_of
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
@@ -93,14 +93,11 @@ def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) 
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore attributes, random states and buffers of a model after the block."""
     snapshot = ModelSnapshot(model)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with buffers_restored(model):
+        try:
+            yield
+        finally:
+            snapshot.restore()
 
 
 @contextlib.contextmanager
@@ -173,8 +170,7 @@ class _Watch:
         register_objects((args, kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
-        call = Call([_leaf(tensor, ()) for tensor in tensors], plain)
+        call = Call([_leaf(tensor, ()) for tensor in tensors], all(_is_plain(leaf) for leaf in leaves))
         self._open.append((call, tensors, [version_of(tensor) for tensor in tensors], self._state()))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -233,13 +229,27 @@ def _leaf(tensor: Tensor, inputs: Any) -> Leaf:
     strided = tensor.layout == torch.strided and not tensor.is_nested
     strides = tensor.stride() if strided else ()
     order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
-    alias = -1
-    if strided:
-        memory = tensor.untyped_storage()._cdata
-        owners = (i for i, t in enumerate(inputs) if t.layout == torch.strided and t.untyped_storage()._cdata == memory)
-        alias = next(owners, -1)
+    memory = _memory(tensor)
+    alias = -1 if memory is None else next((i for i, t in enumerate(inputs) if _memory(t) == memory), -1)
     shape = tuple(int(size) for size in tensor.shape) if not tensor.is_nested else ()
     return Leaf(shape, tensor.dtype, tensor.device, tensor.requires_grad, order, alias, strided)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return a key of the memory of a tensor; None if it has none of its own, as inside of torch.func.vmap."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return whether an input can be that of a node. A tensor of torch.func exists only inside of its call."""
+    if isinstance(leaf, Tensor):
+        return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+    return isinstance(leaf, _PLAIN)
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -129,6 +129,22 @@ class FakedModel:
         """Return a context in which the user's model has its own tensors."""
         return self.snapshot.restored()
 
+    def is_parameter(self, value: Tensor) -> bool:
+        """Return whether a tensor stands for a parameter of the model."""
+        return id(value) in self.state and isinstance(value, nn.Parameter)
+
+    def bind_buffer(self, name: str, value: Tensor) -> None:
+        """Bind a buffer to a new value, under all of its names."""
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is self.fake[name]:
+                    module._buffers[key] = value
+
+    def new_parameters(self) -> Mapping[str, Tensor]:
+        """Return name -> new value of the parameters that the forward bound to a tensor that it created."""
+        now = self.model.named_parameters(remove_duplicate=False)
+        return {name: value for name, value in now if id(value) not in self.state}
+
     def reassigned_buffers(self) -> Mapping[str, Tensor]:
         """Return first name -> new value of the buffers that the forward bound to another tensor."""
         tensors: dict[str, Tensor] = {}

@@ -1,7 +1,8 @@
 """Run the user's loss once with fake tensors, and clean up the recording.
 
 The recording makes explicit what Python did by assignment: a buffer that is bound to a new tensor becomes a copy into
-the buffer, and a batch that is changed in place is cloned first, so that every stage can start from its own copy.
+the buffer (``rebound``), and a batch that is changed in place is cloned first, so that every stage can start from its
+own copy.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopipe.errors import TraceError
-from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
+from autopipe.trace.explain import COIN, FIXED_BATCH, explained
 from autopipe.trace.lines.draws import DrawingLine, is_drawn
 from autopipe.trace.opaque.choose import Opaque
+from autopipe.trace.record import rebound
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
 from autopipe.trace.record.patches import TrainingReads, following
 from autopipe.trace.record.reads import Reads
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
+from autopipe.trace.record.values import storage_key
 from autopipe.trace.sizes.joined import join
 from autopipe.trace.sizes.lengths import Length
 from autopipe.workload import Item, Workload
@@ -122,13 +125,14 @@ def follow(
         with _running(recorder, mode, symbolic=batch is None) as reads:
             faked = workload.with_leaves(item, fakes)
             loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
-            _copy_reassigned(recorder, faked_model)
+            copied = rebound.copy_into_buffers(recorder, faked_model, loss)
             recorder.writer.set_output((loss,) if weight is None else (loss, weight))
         drawn = faked_model.snapshot.random_drawn()
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
     _check_batch(symbols, shape_env, count)
     calls = tuple(recorder.graph.nodes)
+    rebound.place_copies(recorder.graph, faked_model, copied)
     _clone_changed_inputs(recorder.graph)
     join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
@@ -226,27 +230,6 @@ def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> 
             raise fixed
 
 
-def _copy_reassigned(recorder: Recorder, faked_model: FakedModel) -> None:
-    """Write ``self.buffer = value`` as ``self.buffer.copy_(value)``."""
-    for name, now in faked_model.reassigned_buffers().items():
-        fake = faked_model.fake[name]
-        if now is None or now.shape != fake.shape or now.dtype != fake.dtype:
-            raise TraceError(
-                f"buffer {name} is bound to a tensor of another shape or dtype in the forward",
-                where=_made_at(recorder, now),
-                remedy="if the first forward sets it, run the model on one batch before build_model returns it; "
-                "otherwise keep its shape and dtype, or store the value outside the module",
-            )
-        with torch.no_grad():
-            fake.copy_(now)
-
-
-def _made_at(recorder: Recorder, value: Tensor | None) -> str:
-    """Return ``file:line: source line`` of the call that produced a value, or ""."""
-    known = recorder.writer.known
-    return where_text(known.node(value).meta) if value is not None and known.has(value) else ""
-
-
 def _clone_changed_inputs(graph: fx.Graph) -> None:
     """Clone each input that is changed in place; the clone is changed instead."""
     changed = [n for node in graph.nodes for n in node.meta.get("mutates", ()) if _root_input(n) is not None]
@@ -279,13 +262,6 @@ def _root_input(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def storage_key(value: Any) -> int | None:
-    """Return a key that identifies the memory of a value, or None if it has none."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return int(value.untyped_storage()._cdata)
-
-
 def remove_unused(graph: fx.Graph) -> None:
     """Remove unused calls without side effects. Positions of random draws are already counted."""
     for node in reversed(list(graph.nodes)):
@@ -294,34 +270,3 @@ def remove_unused(graph: fx.Graph) -> None:
         if node.meta.get("changed") or node.meta.get("keep"):
             continue
         graph.erase_node(node)
-
-
-def source_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of a node, or "" if unknown."""
-    if "source" not in meta:
-        return ""
-    filename, line = meta["source"]
-    return f"{short_path(filename)}:{line}"
-
-
-def own_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of the model's line that leads to a library call, or "" if the model makes the call."""
-    if "own" not in meta:
-        return ""
-    filename, line = meta["own"]
-    return f"{short_path(filename)}:{line}"
-
-
-def where_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line: source line`` of a node, the model's own line before that of a library, or ""."""
-    return place_in(*_own_and_inner(meta)) if "source" in meta else ""
-
-
-def short_where_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of a node, the model's own line before that of a library, or ""."""
-    return short_place_in(*_own_and_inner(meta)) if "source" in meta else ""
-
-
-def _own_and_inner(meta: Mapping[str, Any]) -> tuple[Line, Line | None]:
-    source: Line = meta["source"]
-    return (meta["own"], source) if "own" in meta else (source, None)

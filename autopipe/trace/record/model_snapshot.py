@@ -18,6 +18,21 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 
 
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model after the block: the tensors, if it bound others, and their values."""
+    registries = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for registry, tensors in registries:
+            refill(registry, tensors)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
 class ModelSnapshot:
     """The attributes of every module, with the content of containers and arrays, and the random states."""
 

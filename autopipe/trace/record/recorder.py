@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.trace.explain import MORE_CALLS, TRANSFORMED, calling_frame, places_of, unsupported
+from autopipe.trace.explain import AFTER_STEP, MORE_CALLS, TRANSFORMED, calling_frame, places_of, unsupported
 from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.record.answers import Answers
@@ -126,6 +126,12 @@ class Recorder(TorchFunctionMode):
             self.writer.bind_in_place(args[0], node)
             return None
         if attribute == "data":
+            if self.faked_model.is_parameter(args[0]):
+                name = self.faked_model.state[id(args[0])]
+                raise unsupported(f"the forward changes parameter {name} (x.data = y)", AFTER_STEP)
+            if id(args[0]) in self.faked_model.state:
+                value = self.__torch_function__(Tensor.detach, (), (args[1],))
+                return self.faked_model.bind_buffer(self.faked_model.state[id(args[0])], value)
             raise unsupported(
                 "x.data = y changes a tensor without autograd's knowledge", "use x.copy_(y) under torch.no_grad()"
             )

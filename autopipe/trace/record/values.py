@@ -87,3 +87,10 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # created in inference mode; testing each tensor first would double the cost
         return 0
+
+
+def storage_key(value: Any) -> int | None:
+    """Return a key that identifies the memory of a value, or None if it has none."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)

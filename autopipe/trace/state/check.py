@@ -18,7 +18,7 @@ from autopipe import draws
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
 from autopipe.trace.state.between import refuse_data, refuse_hooks
 from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.drawing import refuse_later_items
@@ -112,18 +112,15 @@ class Look:
     def restored(self, *, compared: bool = False) -> Iterator[Snapshot]:
         """Restore model, loss and the user's modules after the block. Yields the snapshot before it."""
         model_before = ModelSnapshot(self.model)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         before = Snapshot.of(self._roots(), compared=compared)
         self.has_generator |= before.has_generator()
-        try:
-            yield before
-        finally:
-            self._met.restore()
-            before.restore()
-            model_before.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+        with buffers_restored(self.model):
+            try:
+                yield before
+            finally:
+                self._met.restore()
+                before.restore()
+                model_before.restore()
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
         yield "model", self.model

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import TraceError, counted
+from autopipe.trace.record.model_snapshot import buffers_restored
 from autopipe.trace.state.refusal import DATA, FORWARD, INPUT
 
 if TYPE_CHECKING:
@@ -76,13 +77,8 @@ def _create_items(look: Look) -> int:
 
 
 def _loss(look: Look) -> Tensor:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in look.model.buffers()]
-    try:
+    with look.workload.own_loss.original(look.model), buffers_restored(look.model):
         return look.run(look.item)
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 __all__ = ["refuse_later_items"]

@@ -2,8 +2,9 @@
 
 A loss that is an ``nn.Module`` with parameters (uncertainty weighting, ArcFace, a learnable temperature) becomes one
 more child of the model, so that its parameters are trained, cut, saved and exported like the model's, under names that
-begin with ``loss.``. While the model runs, the child is removed: a forward that iterates over its children, as that of
-``nn.Sequential``, sees only the model.
+begin with ``loss.``. So does one with buffers that it may change (the center of DINO), which checkpoints contain and
+exports do not, unless it has parameters, too. While the model runs, the child is removed: a forward that iterates over
+its children, as that of ``nn.Sequential``, sees only the model.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class OwnLoss:
     def __init__(self, hook: Hook | None) -> None:
         self.hook = hook  # None if the output of the model carries the loss
         self._copies: dict[torch.device, nn.Module] = {}
-        self._name = ""  # of the child; "" for a loss without parameters
+        self._name = ""  # of the child; "" without one
 
     @property
     def prefix(self) -> str:
         """The prefix of the names of the loss's parameters after a build; "" if it has none."""
-        return f"{self._name}." if self._name else ""
+        return f"{self._name}." if self._name and self._has_parameters else ""
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
         """Return the parameter names of a model that belong to the loss."""
-        if self._module is None or next(self._module.parameters(), None) is None:
+        if not self._has_parameters:
             return frozenset()
         names = list(names)
         # the model has a child of each name before the one in use
@@ -49,7 +50,7 @@ class OwnLoss:
         return frozenset(other for other in names for name in used if other.startswith(f"{name}."))
 
     def attach(self, model: nn.Module, original: nn.Module | None = None) -> None:
-        """Add the loss to a new model as a child, if the loss has parameters.
+        """Add the loss to a new model as a child, if the loss has parameters, or buffers that it may change.
 
         A class is instantiated now, so that its initial weights are drawn after the model's, as in a script that
         creates the loss after the model. An instance is copied. ``original``: the module that ``model`` is a copy of.
@@ -57,7 +58,7 @@ class OwnLoss:
         Raises: ModelFileError if the user's code fails, or the loss and the model share a parameter.
         """
         hook, module = self.hook, self._module
-        if hook is None or module is None or next(module.parameters(), None) is None:
+        if hook is None or module is None or not (self._has_parameters or _may_change_buffers(module)):
             return
         if hook.from_class:
             with users_code(f"{hook.label}: instantiating {with_article(type(module).__name__)}", hook.path):
@@ -65,6 +66,9 @@ class OwnLoss:
         else:
             self._refuse_shared(module, model if original is None else original)
             module = copy.deepcopy(module)
+        if not self._has_parameters:
+            for part in module.modules():
+                part._non_persistent_buffers_set.update(part._buffers)
         self._name = next(name for name in _NAMES if not hasattr(model, name))
         model._modules[self._name] = module
 
@@ -90,10 +94,22 @@ class OwnLoss:
             if child is not None:
                 model._modules[self._name] = child
 
+    @contextlib.contextmanager
+    def original(self, model: nn.Module) -> Iterator[None]:
+        """Replace the child by the user's instance within the block: other functions of the file may change it."""
+        child = model._modules.get(self._name) if self._name else None
+        if child is not None:
+            model._modules[self._name] = self._module
+        try:
+            yield
+        finally:
+            if child is not None:
+                model._modules[self._name] = child
+
     def function(self, model: nn.Module, output: Any) -> Any:
         """Return the function to call with (output, target).
 
-        A module with buffers but no parameters (class weights) is copied once to the device of the output.
+        A module of torch with class weights is copied once to the device of the output.
         """
         assert self.hook is not None
         if self._name:
@@ -112,6 +128,15 @@ class OwnLoss:
     def _module(self) -> nn.Module | None:
         function = None if self.hook is None else self.hook.function
         return function if isinstance(function, nn.Module) else None
+
+    @property
+    def _has_parameters(self) -> bool:
+        return self._module is not None and next(self._module.parameters(), None) is not None
+
+
+def _may_change_buffers(module: nn.Module) -> bool:
+    """Return whether a module has buffers that a forward may change. The losses of torch only read theirs."""
+    return any(part._buffers and type(part).__module__ != "torch.nn.modules.loss" for part in module.modules())
 
 
 def output_of(model: nn.Module, item: Item) -> Any:

@@ -177,9 +177,10 @@ INNER_GRADIENTS = """
 class Energy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.l = nn.Linear(8,8)
+        self.l = nn.Sequential(nn.Linear(8,8), nn.Tanh())
     def forward(self, x):
-        return x - 0.1*torch.func.grad(lambda z: self.l(z).tanh().pow(2).sum())(x)
+        rows = torch.func.vmap(torch.func.vmap(torch.func.jacrev(self.l)))(x)
+        return x - 0.1*torch.func.grad(lambda z: self.l(z).pow(2).sum())(x) + 0.1*rows.sum(-1)
 class E2(nn.Module):
     def __init__(self):
         super().__init__()
