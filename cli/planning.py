@@ -100,14 +100,14 @@ def plan_command(
 ) -> None:
     """Cut the model into stages for N ranks -> plan.json.
 
+    A plan for devices that this machine does not have answers a question: it is stored apart, and changes nothing.
+
     TARGET's file is code, and it is run. Without TARGET, the plan is made from the stored profile and no model file is
     read, which also works for devices of other machines (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With
     --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
     a CPU, and TARGET is counted and not measured if this machine has no GPU. --from-pipedream plans a profile in
     PipeDream's format. It writes nothing, and neither does --sweep-gpus.
     """
-    from autopipe.commands.planning.request import request_of
-
     settings = options.plan_settings(target, given)
     if sweep_gpus is not None:
         if from_pipedream is not None or given["gpus"] is not None:
@@ -126,8 +126,15 @@ def plan_command(
     with terminal.progress() as progress:
         result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
     _show(terminal, result)
-    if request_of(settings).of_other_devices:
-        terminal.next("autopipe simulate", "on a machine with such devices, autopipe train", work_dir=settings.work_dir)
+    if result.question:
+        ranks = f"--gpus {result.cluster.num_devices}"
+        terminal.say(f"an answer to a question ({result.question}): check, train and --resume do not use it")
+        terminal.next(
+            "autopipe simulate",
+            f"on such devices autopipe train {result.plan.workload.target} {ranks}",
+            work_dir=settings.work_dir,
+            separator=", or ",
+        )
     else:
         terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
 

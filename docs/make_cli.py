@@ -60,6 +60,22 @@ is refused. Store persistent state in parameters with `requires_grad=False`.
 `data` is called again for each epoch, and its result is iterated from the start. Stages work on copies: if a forward
 pass changes its batch in place, the memory of `data` does not change, while a plain loop would change it.
 
+## Questions
+
+A plan for devices that this machine does not have answers a question. It is stored in `question/` of the work
+directory. `simulate` and `report plan` show the newest plan, which may be that answer; `check`, `generate`, `train` and
+`--resume` never use it. `plan` says why a plan is a question:
+
+- `--device-name`, or a datasheet in the cluster file, names a device that is not here;
+- `--cluster` describes more devices than this machine has GPUs or, without GPUs, cores.
+
+If the work directory has a plan for this machine, these do not replace it either:
+
+- another `--cluster`, `--link`, or more `--gpu-memory` than a device here has;
+- more `--gpus` than this machine has GPUs or cores, if the stored plan has no more.
+
+To train with such options, give them to `train`.
+
 ## The cluster file
 
 ```toml

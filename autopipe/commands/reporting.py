@@ -70,8 +70,9 @@ def _run(settings: ReportSettings, store: Store) -> RunDirectory | None:
 
 def _of_plan(work: Work) -> Subject:
     """Return the stored plan, without measurements."""
-    plan, record = work.store.stored_plan()
-    profile = on_cluster(work.store.stored_profile(), record.cluster)
+    store = work.store.newest
+    plan, record = store.stored_plan()
+    profile = on_cluster(store.stored_profile(), record.cluster)
     refuse_disagreement(plan, profile.graph)
     costs = RunCosts.of(plan, profile, record.cluster, {})
     subject = Subject(

@@ -145,6 +145,7 @@ class PlanSettings:
     tensor_parallel: int | None = None  # as requested: the members of a rank, or ``AUTO_TEAM``
     sequence_parallel: bool | None = None  # as requested
     elsewhere: bool = False  # the ranks run on hosts whose cores are not known
+    resumed: bool = False  # the stored plan is that of the resumed run; only other options change it
 
     @property
     def work_dir(self) -> Path:

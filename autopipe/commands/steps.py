@@ -17,6 +17,7 @@ from autopipe.commands.locks import only_one
 from autopipe.commands.measuring import ensure_profile, measure_anew
 from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
 from autopipe.commands.named import arguments_of, changed_since_named, remember_stages, wrote_stages
+from autopipe.commands.planning import questions
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.planning.sizes import Sizes
@@ -95,12 +96,19 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
     """Make a plan and write plan.json. ``explained``: also return the reasons for each cut.
 
+    A plan for devices that this machine does not have is written elsewhere: see ``questions``.
+
     If no option names a model or a measurement, the stored profile is used and the model file is not read. The profile
     may then come from another machine. Otherwise the profile is measured again if the stored one is out of date.
     """
     with only_one(settings.work_dir, "plans"):
+        request, previous = request_of(settings), None
+        with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
+            previous = Work.begin(settings.work_dir, progress).load(Plan, Store(settings.work_dir).plan)
+        question = questions.asked(request, settings)
+        if question:
+            settings = questions.apart(settings, request)
         work = Work.begin(settings.work_dir, progress)
-        request = request_of(settings)
         stored = None if settings.profile.needs_model_file else work.load(Profile, work.store.profile)
         warnings: tuple[str, ...] = ()
         if stored is not None and (batch_size := request.batch_size or stored.batch_size):
@@ -108,9 +116,6 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             work.notes.append(f"planned from the stored profile of {profile.graph.name}; its file was not read")
             warnings = tuple(_changes(profile.workload))
         else:
-            previous = None
-            with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
-                previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
             sizes = sizes_of(settings)
             model, profile = _profile_for(settings, request, work, sizes, minibatch)
@@ -143,6 +148,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             warnings,
             against,
             reasons,
+            question,
         )
 
 

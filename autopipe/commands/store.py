@@ -68,6 +68,16 @@ class Store:
         """The measured links between two ranks of this machine."""
         return self.path / "links.json"
 
+    @property
+    def question(self) -> Store:
+        """The work directory of plans for devices that this machine does not have."""
+        return Store(self.path / "question")
+
+    @property
+    def newest(self) -> Store:
+        """Where the newest plan is: here, or in ``question``."""
+        return self.question if written(self.question.record) > written(self.record) else self
+
     def runs(self) -> list[Path]:
         """Return the directories of the runs, the newest last: their names are times."""
         folder = self.path / "runs"
@@ -104,6 +114,11 @@ class Store:
                 where=str(self.plan),
                 remedy=self.renew(self.plan),
             )
+
+
+def written(path: Path) -> int:
+    """Return when a file was written, as a number that grows; 0 without one."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
 def profile_digest(profile: Profile) -> str:

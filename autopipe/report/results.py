@@ -39,6 +39,7 @@ class PlanResult:
     warnings: tuple[str, ...] = ()
     comparison: Comparison | None = None  # None if it was interrupted
     explanation: Explanation | None = None  # None if it was not requested
+    question: str = ""  # why no run uses the plan, or "": it is for devices that this machine does not have
 
 
 @dataclass(frozen=True, slots=True)

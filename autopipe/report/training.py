@@ -19,7 +19,7 @@ def tables_of(result: TrainResult) -> tuple[str | Table, ...]:
 def summary(result: TrainResult) -> str:
     """Return the summary of a run."""
     if not result.losses:
-        return f"all steps were done already; run directory {result.run_dir}"
+        return f"all steps were done already (--steps N continues); run directory {result.run_dir}"
     return (
         f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
         f"({counted(result.stages, 'stage')}, "

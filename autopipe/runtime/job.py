@@ -161,6 +161,11 @@ class RunDirectory:
         return self.path / "costs.json"
 
     @property
+    def record(self) -> Path:
+        """The origin of the plan: the options that it was made from."""
+        return self.path / "plan-record.json"
+
+    @property
     def timeline(self) -> Path:
         """The measured timeline."""
         return self.path / "timeline.json"

@@ -53,6 +53,7 @@ def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
     run = RunDirectory(path)
     run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
     versions = {"autopipe": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
+    artifact.save(prepared.record, run.record)
     artifact.save(RunCosts.of(prepared.plan, prepared.profile, prepared.cluster, versions), run.costs)
     shutil.rmtree(run.stages, ignore_errors=True)
     # code for batches of other shapes is not copied: ranks write it, and its author in this folder is not known

@@ -75,13 +75,9 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
                 reason = f"--{'' if profile.workload.sequence else 'no-'}sequence-parallel"
         elif changes:
             reason = ", ".join(changes)
-        elif record.profile_digest != profile_digest(profile):
-            reason = "the profile has changed"
-        elif (now := cluster_of(request, ranks_of(request, profile), profile, work)).levels != record.cluster.levels:
-            reason = "the links were measured again"
-        elif now.cores != record.cluster.cores:
-            reason = f"its ranks have other cores ({_cores(record.cluster)} -> {_cores(now)})"
         else:
+            reason = "" if settings.resumed else _new_figures(record, request, profile, work)
+        if not reason:
             refuse_disagreement(stored, profile.graph)
             earlier = "".join(f"{option}, " for option in record.request.options_beyond(newer))
             note = f"plan of {counted(stored.num_processes, 'rank')} ({stored.schedule}) reused"
@@ -92,6 +88,18 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
     chosen = choose_plan(profile, request, work, batch_of(workload, request, work))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
     return chosen.plan, chosen.record
+
+
+def _new_figures(record: PlanRecord, request: PlanRequest, profile: Profile, work: Work) -> str:
+    """Return which figures have changed since a plan was made, or ""."""
+    if record.profile_digest != profile_digest(profile):
+        return "the profile has changed"
+    now = cluster_of(request, ranks_of(request, profile), profile, work)
+    if now.levels != record.cluster.levels:
+        return "the links were measured again"
+    if now.cores != record.cluster.cores:
+        return f"its ranks have other cores ({_cores(record.cluster)} -> {_cores(now)})"
+    return ""
 
 
 def _cores(cluster: Cluster) -> str:

@@ -42,7 +42,7 @@ def simulate(
     The peak memory of the stages follows from the simulated schedule. ``trace``: a file for Perfetto.
     """
     with only_one(work_dir, "simulates"):
-        store = Work.begin(work_dir, progress).store
+        store = Work.begin(work_dir, progress).store.newest
         plan, record = store.stored_plan()
         profile = on_cluster(store.stored_profile(), record.cluster)
         refuse_disagreement(plan, profile.graph)

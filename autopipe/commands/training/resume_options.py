@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
 from autopipe.commands.steps import Prepared
-from autopipe.commands.store import Store
+from autopipe.commands.store import PlanRecord, Store
 from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
+from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import TrainingOptions
+from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
 from autopipe.schedules import REGISTRY
 from autopipe.workload import Workload
@@ -35,6 +37,29 @@ if TYPE_CHECKING:
 
 _SHOWN = 4
 _FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-from)"
+
+
+def with_own_plan(settings: TrainSettings, run: RunDirectory) -> TrainSettings:
+    """Return the settings with the length of the run, if none is given. Its plan becomes that of the work directory.
+
+    Raises: ArtifactError if its files are damaged.
+    """
+    if settings.steps is None is settings.epochs and not settings.loop:
+        job = run.job()
+        settings = replace(settings, steps=job.steps or None, epochs=job.epochs or None)
+    if not run.record.is_file():  # of an earlier version
+        return settings
+    plan, store = run.plan(), Store(settings.plan.work_dir)
+    record = artifact.load(PlanRecord, run.record, renew=f"remove {run.record}, and the plan is made again")
+    store.refuse_mismatch(plan, record)
+    try:
+        stored, _ = store.stored_plan()
+    except ArtifactError:
+        stored = None
+    if stored is None or stored.digest != plan.digest:
+        artifact.save(plan, store.plan)
+        artifact.save(record, store.record)
+    return replace(settings, plan=replace(settings.plan, resumed=True))
 
 
 def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
@@ -90,7 +115,8 @@ def _stored_plan_fits(settings: PlanSettings, recorded: TrainingOptions) -> bool
     Then the values of the run are not added to the settings, because these are stored with a new plan and would apply
     to later runs as well.
     """
-    if replace(settings, max_shapes=MAX_SHAPES, ema=None, elsewhere=False) != PlanSettings(settings.profile):
+    given = replace(settings, max_shapes=MAX_SHAPES, ema=None, elsewhere=False, resumed=False)
+    if given != PlanSettings(settings.profile):
         return False
     try:
         stored, _ = Store(settings.work_dir).stored_plan()

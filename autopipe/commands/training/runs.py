@@ -33,7 +33,7 @@ from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.repeating import Repeating, begin, explain, repeats_now
 from autopipe.commands.training.reread import refuse_changed_data
-from autopipe.commands.training.resume_options import as_recorded, refuse_other_training
+from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
 from autopipe.commands.training.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
@@ -84,8 +84,8 @@ def train(
     with contextlib.ExitStack() as locks:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating(settings.plan.work_dir) as repeating:
             path, source = _existing(settings, locks) if settings.resume else (None, None)
-            if source is not None:
-                settings = as_recorded(settings, source)
+            if path is not None and source is not None:
+                settings = as_recorded(with_own_plan(settings, RunDirectory(path)), source)
             if settings.launch.name != "ssh":  # its ranks run on other hosts
                 preload()
             if settings.data_reader == "auto" and settings.plan.gpus != 1:

@@ -151,3 +151,30 @@ def test_resume_takes_an_optional_step(commands: Commands) -> None:
     words = training(steps=3)
     commands.run("train", "--resume", *words[1:])
     assert commands.document("train", "--resume", "2", *words[1:])["step"] == 3
+
+
+ASKED = (["--device-name", "H100-SXM"], ["--link", "1GB/s"], ["--gpu-memory", "999TiB"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.json")}
+
+
+def test_a_question_changes_nothing_and_a_run_keeps_its_plan_and_length(commands: Commands, tmp_path: Path) -> None:
+    commands.run(*training(2, steps=2, run="run"))
+    work, run = tmp_path / ".autopipe", tmp_path / "run"
+    before, plan = contents(work), (run / "plan.json").read_bytes()
+    for words in ASKED:
+        _, err = commands.run("plan", "model.py", "--gpus", "2", *words)
+        assert "an answer to a question (" in err and "next: autopipe simulate, or on such devices" in err
+        assert contents(work) == before
+    out, _ = commands.run("simulate")
+    assert out and (work / "question" / "timeline.json").is_file()
+    document = commands.document("train", "model.py", "--run-dir", "run", "--resume")
+    assert (document["steps"], document["losses"]) == (0, [])
+    # another plan of this machine, of other stages, is not the run's
+    commands.run("plan", "model.py", "--gpus", "1")
+    assert contents(work)["plan.json"] != before["plan.json"]
+    document = commands.document("train", "model.py", "--run-dir", "run", "--resume", "--steps", "3")
+    assert (document["step"], document["ranks"]) == (3, 2)
+    assert (run / "plan.json").read_bytes() == plan

@@ -221,7 +221,7 @@ def test_a_profile_of_a_cpu_is_planned_for_a_named_device_as_an_estimate(run):
 
 def test_a_stored_record_keeps_the_request(run):
     run("--gpus", "2", "--replicas", "auto", "--device-name", "H100-SXM")
-    record = artifact.load(PlanRecord, Path(".autopipe/plan-record.json"), renew="")
+    record = artifact.load(PlanRecord, Path(".autopipe/question/plan-record.json"), renew="")
     assert (record.request.replicas, record.request.device_name) == ("auto", "H100-SXM")
 
 
