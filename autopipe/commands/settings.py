@@ -209,7 +209,9 @@ class TrainSettings:
     same_data: bool = True  # see ``runtime.job.Job``
     replay: str = "some"  # see ``runtime.job.Job``
     new_rate: float | None = None  # a learning rate that replaces the one of the checkpoint
-    audit_every: int | None = None  # steps; 0: never; None: as often as costs little
+    audit_every: int | None = None  # steps; 0: never; None: as often as costs little, and the second step
+    audit_offset: int = 0  # as in ``runtime.job.Job``; ``train`` chooses it
+    data_repeats: bool = False  # as in ``runtime.job.Job``; ``train`` finds out
     compile: bool | None = None  # compile the stages; None: as in the resumed run, else not
     on_step: str | Callable[..., Any] | None = None  # a TARGET or a function; None: that of the model file
     on_evaluate: str | Callable[..., Any] | None = None  # the same

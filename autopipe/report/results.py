@@ -228,6 +228,10 @@ class TrainResult:
     peaks: tuple[StagePeak, ...] = ()  # if memory was measured
     copied: tuple[Copied, ...] = ()  # to the device, and to the host, if stages take turns on it
     audits: tuple[AuditReport, ...] = ()  # in order of completion
+    compared: int = (
+        0  # steps of the plan that were compared with plain training before the run, or before an earlier one
+    )
+    unproven: bool = False  # audits were requested, and none has proven a step (exit code 1)
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
     modules: tuple[str, ...] = ()  # by stage, the names of its modules
     device_flops_per_second: float = 0.0  # model FLOP/s of one rank, on average; 0 if the profile has no operations

@@ -29,6 +29,14 @@ def summary(result: TrainResult) -> str:
     )
 
 
+def proven(result: TrainResult) -> str:
+    """Return a line that says how many steps are proven to equal plain training."""
+    if result.unproven:
+        return "no step of the run is proven: all audits that --audit-every requested were skipped"
+    numbers = f"{result.compared or 'none'} of {counted(result.steps, 'step')} compared"
+    return f"proven equal to plain training: {numbers}, {len(result.audits) or 'none'} audited"
+
+
 def _of_predicted(result: TrainResult) -> str:
     """Return the predicted rate, to print after the measured one."""
     predicted = result.predicted_samples_per_second

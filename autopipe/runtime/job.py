@@ -55,8 +55,13 @@ class Job:
     checkpoint_every: int = 0
     # 0: no evaluation while training
     evaluate_every: int = 0
-    # 0: no audits; see ``runtime.audit``
+    # minibatch ``audit_first`` is audited (-1: none), and those whose number modulo ``audit_every`` is ``audit_offset``
+    # (0: none); see ``runtime.audit``
     audit_every: int = 0
+    audit_offset: int = 0
+    audit_first: int = -1
+    # a process that opens the data again reads the same minibatches
+    data_repeats: bool = False
     # how many of the newest checkpoints are kept; 0: all
     keep_checkpoints: int = 3
     # the step of the checkpoint to resume from; -1: start from the beginning
@@ -107,7 +112,7 @@ class Job:
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every
         if (
-            min(*counts, self.keep_checkpoints, self.max_shapes, self.clip_grad_norm) < 0
+            min(*counts, self.audit_offset, self.keep_checkpoints, self.max_shapes, self.clip_grad_norm) < 0
             or self.threads < 1
             or self.start_step < -1
         ):
@@ -122,6 +127,16 @@ class Job:
             raise ValueError(unknown_choice("data reader", self.data_reader, DATA_READERS))
         if self.replay not in REPLAYS:
             raise ValueError(unknown_choice("replay", self.replay, REPLAYS))
+
+    def audits(self, step: int) -> bool:
+        """Return whether minibatch ``step`` is audited."""
+        periodic = self.audit_every > 0 and step % self.audit_every == self.audit_offset
+        return periodic or step == self.audit_first
+
+    @property
+    def has_audits(self) -> bool:
+        """Whether any minibatch may be audited."""
+        return self.audit_every > 0 or self.audit_first >= 0
 
 
 def read_rows(metrics: Path, last_bytes: int = 0) -> Iterator[dict[str, Any]]:

@@ -76,11 +76,10 @@ class RankSession:
         self._rows = RankRows(self.context, self.transport.rank)
         writers = [stage.replicas * plan.team for stage in plan.stages]
         self._saver = Saver(self.run.checkpoints, writers, keep=self.job.keep_checkpoints, leads=leads)
-        if self.job.save or self.job.checkpoint_every or self.job.audit_every:
+        if self.job.save or self.job.checkpoint_every or self.job.has_audits:
             self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
-        every, pinned = self.job.audit_every, self.device.type == "cuda"
-        self._audits = AuditWriter(run.path, every, self._first_of, self._saver, self.reporter, pinned)
+        self._audits = AuditWriter(run.path, self.job.audits, self._saver, self.reporter)
         self._placement = Placement(self.device)
         self._recordings = Recordings(run, self.job, self.context, workload, self.transport, self.reporter, runners)
 
@@ -185,14 +184,12 @@ class RankSession:
         for index, minibatch in enumerate(window.minibatches):
             self.executor.stepper.samples[first + index] = minibatch.samples
         row, offset = self._rows.of_window(first, len(window.minibatches))
-        save = functools.partial(self.save, first, Place())
+        save = functools.partial(self.save, first, window.before)
         self._audits.begin(first, self._recordings.latest, minibatches[first], save)
         spiller = self.executor.spiller
         with contextlib.nullcontext() if spiller is None else spiller.counted(len(minibatches)):
             self.executor.run(row, minibatches, offset=offset)
-        if self.job.audit_every:
-            self.executor.settle()
-        self._audits.end(self.executor.stepper)
+        self._audits.end(functools.partial(self.save, first + 1, window.place))
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
         """Return the share of each microbatch in the loss of its minibatch."""
@@ -258,11 +255,6 @@ class RankSession:
         plan, rank = self.context.plan, self.transport.rank
         member = self.transport.member if isinstance(self.transport, TeamTransport) else 0
         return {index: plan.stages[index].ranks.index(rank) * plan.team + member for index in self.executor.runners}
-
-    @property
-    def _first_of(self) -> list[int]:
-        """The stages of which this rank is the first replica."""
-        return [index for index, place in self._places.items() if place == 0]
 
     def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
         """Copy the state of this rank and start to write it. Rank 0 makes it the latest when all ranks have written.

@@ -26,6 +26,8 @@ class Window:
 
     first: int
     minibatches: list[Minibatch]
+    # where the data continues before them
+    before: Place
 
     @property
     def place(self) -> Place:
@@ -63,14 +65,15 @@ class Windows:
                 return
             if self.job.steps and minibatches[-1].place.epoch > place.epoch:
                 self.reporter.event("round", epoch=minibatches[-1].place.epoch, minibatches=step)
-            yield Window(step, minibatches)
+            yield Window(step, minibatches, place)
             step, place = step + len(minibatches), minibatches[-1].place
 
     def _length(self, step: int) -> int:
         length = 1 if REGISTRY[self.plan.schedule].synchronous else self._full()
-        if self.job.audit_every and step and step % self.job.audit_every == 0:
+        if self.job.audits(step):
             return 1  # an audit compares the state before and after one minibatch
-        for every in (self.job.checkpoint_every, self.job.evaluate_every, self.job.audit_every):
+        length = next((count for count in range(1, length) if self.job.audits(step + count)), length)
+        for every in (self.job.checkpoint_every, self.job.evaluate_every):
             if every:
                 length = min(length, every - step % every)
         return min(length, self.job.steps - step) if self.job.steps else length

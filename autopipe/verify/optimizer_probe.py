@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.draws import exclusive
 from autopipe.runtime.training_state.describe import Description, describe
-from autopipe.runtime.training_state.differing import differing
+from autopipe.runtime.training_state.differing import differing, distance
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.unread import is_unread
 from autopipe.workload import Workload
@@ -193,22 +193,10 @@ class _States:
         """Return the differences that matter after a step of the probe, if states are compared after it."""
         name = next(iter(self.part.parameters))
         return [
-            Finding(name, owned_by[name], number, _relative(one, two), self.whole.drew, path)
+            Finding(name, owned_by[name], number, min(distance(one, two), 1.0), self.whole.drew, path)
             for path, one, two in (self.differing() if number in _COMPARED_STATES else ())
             if not is_unread(path, self.part.optimizer, self.part.scheduler)
         ]
-
-
-def _relative(one: Any, two: Any) -> float:
-    """Return by how much a number differs from another one, 1 for other values."""
-    values = [value if isinstance(value, torch.Tensor) else None for value in (one, two)]
-    if any(type(value) in (int, float) for value in (one, two)):
-        values = [torch.tensor(float(value)) if type(value) in (int, float) else None for value in (one, two)]
-    ours, expected = values
-    if ours is None or expected is None or ours.shape != expected.shape or not ours.numel():
-        return 1.0
-    ours, expected = (torch.view_as_real(v) if v.is_complex() else v.double() for v in (ours, expected))
-    return float((ours - expected).nan_to_num().abs().max() / expected.nan_to_num().abs().max().clamp_min(1e-30))
 
 
 def probe_members(

@@ -68,6 +68,10 @@ class PlainRun:
     losses: list[float] = field(default_factory=list)
     # of the parameters, by name, if weights are averaged
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    # of the loss in fp16
+    scaler: torch.amp.GradScaler | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -114,6 +118,8 @@ class Resumed:
         [Subject, torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None, Any],
         list[dict[str, torch.Tensor]],
     ]
+    # averaged weights before that step
+    averages: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def plain_training(
@@ -137,7 +143,9 @@ def plain_training(
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = None if optimizer is None else workload.scheduler(optimizer)
     scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
+    run.optimizer, run.scheduler, run.scaler = optimizer, scheduler, scaler
     older = [] if resumed is None else resumed.restore(run.subject, optimizer, scheduler, scaler)
+    run.averages.update({} if resumed is None else resumed.averages)
     sums = _Sums(run.subject, settings)
     history = [*older, _data(parameters)]
     for step, item in enumerate(items, 0 if resumed is None else resumed.step):

@@ -1,8 +1,9 @@
 """One step of a run by the plain loop, from the state and batch of the run, compared with the result of the run.
 
 It proves that from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt, lead
-to the weights of the run. It cannot detect state that existed only in the process of the run, such as a counter in the
-user's file, nor a wrong minibatch.
+to the state of the run after the step: weights, buffers, averages, the state of the optimizer. If the data repeats, it
+also proves that the minibatch is the one at its place. It cannot detect state that existed only in the process of the
+run, such as a counter in the user's file.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any, cast
 
 import psutil
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from autopipe import sparse
-from autopipe.errors import ArtifactError
+from autopipe.errors import RunError
+from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
 from autopipe.runtime.checkpoint import state
@@ -30,7 +31,9 @@ from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.training_state.describe import Description
 from autopipe.trace.record.patches import as_compiled
+from autopipe.verify.audited_state import PlainStep, RunStep, state_of
 from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
 from autopipe.verify.compiled_model import CompiledModel
@@ -38,6 +41,7 @@ from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import ENLARGED, gradient_errors, too_large_for_a_compiler
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
+from autopipe.verify.position import is_in_place
 from autopipe.verify.reasons import why_not_bitwise
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
@@ -46,16 +50,7 @@ logger = logging.getLogger(__name__)
 
 # the part of the free memory that an audit may use
 MEMORY_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The result of a step."""
-
-    # parameters and buffers by first name
-    tensors: dict[str, torch.Tensor]
-    loss: float
-    gradients: dict[str, torch.Tensor | None]
+_OUT_OF_PLACE = "its minibatch is not the one that the data gives at this place when it is read from its beginning"
 
 
 def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResult:
@@ -75,7 +70,14 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
             step, LEFT_OUT, reason=f"the plain step needs about {needed} bytes of memory; {free} are free"
         )
     torch.set_num_threads(job.threads)
-    run_after = _after(files, len(plan.stages))
+    ours = RunStep.read(files)
+    in_place = None
+    if job.data_repeats:
+        item, _ = batch.load(files.batch)
+        workload = Workload.from_spec(context.plan.workload)
+        in_place = is_in_place(workload, job.batch_size, ours.before.manifest, item)
+    if in_place is False:
+        return AuditResult(step, DIFFERENT, reason=_OUT_OF_PLACE, in_place=False)
     order = SumOrder.of(context)
     settings = PlainSettings(
         plan.num_microbatches,
@@ -84,22 +86,25 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
         job.clip_grad_norm,
         staleness(context),
         deferred_batch_norm=job.deferred_batch_norm,
+        ema=job.ema,
         order=None if order.plain else order,
     )
     take = functools.partial(_plain, run, context, files, torch.device(job.device))
-    plain = take(settings)
-    parts = [part for tensor in plain.tensors.values() for part in sparse.stored(tensor)]
-    if not all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(plain.loss))):
+    try:
+        plain = take(settings)
+    except RunError as error:  # the state of the stages is not the state of one training
+        return AuditResult(step, DIFFERENT, reason=error.what)
+    if not _finite(plain.tensors, plain.loss) and (job.on_nonfinite == "skip" or not _finite(ours.tensors, loss)):
         return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
     reasons = (*why_not_bitwise(context, job), *([elsewhere] if elsewhere else []))
-    compared = _compared(run_after, loss, plain, context, reasons, take, settings, compiled=job.compile)
+    compared = _compared(ours, loss, plain, context, reasons, take, settings, compiled=job.compile)
     if not compared.equal and not reasons:
         asked: list[str] = []
         captured = take(replace(settings, within=functools.partial(as_compiled, asked, "")))
-        if asked and _compared(run_after, loss, captured, context, (), take, settings).equal:
+        if asked and _compared(ours, loss, captured, context, (), take, settings).equal:
             reasons = (f"the model takes another path when it is not captured: it asks at {asked[0]}",)
-            compared = _compared(run_after, loss, plain, context, reasons, take, settings)
-    return _result(step, compared)
+            compared = _compared(ours, loss, plain, context, reasons, take, settings)
+    return replace(_result(step, compared), in_place=in_place)
 
 
 def memory_bytes(context: RunContext) -> int:
@@ -114,14 +119,9 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else 0
 
 
-def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for stage in range(num_stages):
-        try:
-            tensors.update(sparse.assembled(load_file(files.after_stage(stage))))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ArtifactError(f"a file of an audit cannot be read: {error}", where=str(files.after)) from error
-    return tensors
+def _finite(tensors: Mapping[str, torch.Tensor], loss: float) -> bool:
+    parts = [part for tensor in tensors.values() for part in sparse.stored(tensor)]
+    return all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(loss)))
 
 
 def _plain(
@@ -132,7 +132,7 @@ def _plain(
     settings: PlainSettings,
     *,
     compiled: bool = False,
-) -> _Step:
+) -> PlainStep:
     """Take the step with a new model, optimizer and scheduler, in the plan's order of sums.
 
     ``compiled``: with the user's model, compiled.
@@ -145,19 +145,25 @@ def _plain(
     subject = CompiledModel(workload, device, context.graph) if compiled else Subject(workload, device)
     if shared:
         subject = JoinedStages(run, context, workload, device, shared=False)
-    restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
-    resumed = Resumed(files.step, restore)
+    source, before = Checkpoint(files.before), list[Description]()
+
+    def restore(subject: Subject, optimizer: Any, scheduler: Any, scaler: Any) -> list[dict[str, torch.Tensor]]:
+        older = _restore(source, max(settings.staleness.values(), default=0), subject, optimizer, scheduler, scaler)
+        before.append(state_of(subject.parameters, optimizer, scheduler))
+        return older
+
+    averaged = [name for name in source.names if name.startswith(PREFIX)]
+    averages = {name.removeprefix(PREFIX): tensor.to(device) for name, tensor in source.read(averaged).items()}
+    resumed = Resumed(files.step, restore, averages)
     gradients: dict[str, torch.Tensor | None] = {}
 
     def keep(_: int, parameters: Mapping[str, nn.Parameter]) -> None:
         gradients.update({n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in parameters.items()})
 
-    result = plain_training(
+    of_one = plain_training(
         workload, [item], settings, device=device, subject=subject, on_gradients=keep, resumed=resumed
     )
-    tensors = {name: parameter.data.cpu() for name, parameter in subject.parameters.items()}
-    tensors.update({name: buffer.detach().cpu() for name, buffer in subject.buffers().items()})
-    return _Step(tensors, result.losses[0], gradients)
+    return PlainStep.of(of_one, before[0], gradients)
 
 
 @dataclass(slots=True)
@@ -203,12 +209,12 @@ def _restore(
 
 
 def _compared(
-    ours: Mapping[str, torch.Tensor],
+    ours: RunStep,
     loss: float,
-    plain: _Step,
+    plain: PlainStep,
     context: RunContext,
     reasons: tuple[str, ...],
-    take: functools.partial[_Step],
+    take: functools.partial[PlainStep],
     settings: PlainSettings,
     *,
     compiled: bool = False,
@@ -217,32 +223,37 @@ def _compared(
 
     ``compiled``: the run was compiled; what a compiler changes in the plain loop is noise as well.
     """
-    names = [name for name in ours if name in plain.tensors]
-    names += [name for name in context.graph.parameters if name not in ours]
+    moving = {f"{PREFIX}{name}" for name in context.graph.moving} if settings.ema else set()
+    names = {*moving, *(name for name in ours.tensors if name in plain.tensors)}
+    names |= {f"model.{name}" for name in context.graph.parameters}
     noise: dict[str, float] = {}
     reordered: dict[str, float] = {}
     if reasons:
-        reordered = _errors(take(replace(settings, reverse=True)), plain)
+        reordered = plain.errors_of(take(replace(settings, reverse=True)))
         noise = dict(reordered)
     if compiled:
-        reordered = _larger(reordered, _errors(take(replace(settings, enlarged=ENLARGED)), plain))
+        reordered = _larger(reordered, plain.errors_of(take(replace(settings, enlarged=ENLARGED))))
         noise = _larger(reordered, _noise_of_compiler(plain, context, take, settings))
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
         for name in (*stage.parameters, *stage.buffers):
             owners.setdefault(name, stage.index)
     differences = []
-    for name in names:
-        error = relative_error(ours[name], plain.tensors[name]) if name in ours else float("inf")
-        same = name in ours and sparse.equal(ours[name], plain.tensors[name])
-        own = noise.get(name, 0.0), reordered.get(name, 0.0)
-        differences.append(TensorDifference(name, error, same, owners.get(name, -1), own[0], reordered=own[1]))
-    usual = statistics.median(noise.values()) if noise else 0.0
+    for key in sorted(names):
+        name = key.removeprefix("model.")
+        run_has = ours.tensors.get(key)
+        error = float("inf") if run_has is None else relative_error(run_has, plain.tensors[key])
+        same = run_has is not None and sparse.equal(run_has, plain.tensors[key])
+        owner, own = owners.get(name.removeprefix(PREFIX), -1), (noise.get(key, 0.0), reordered.get(key, 0.0))
+        differences.append(TensorDifference(name, error, same, owner, own[0], reordered=own[1]))
+    differences += ours.state_differences(plain, noise, reordered)
+    of_tensors = [noise[key] for key in plain.tensors if key in noise]
+    usual = statistics.median(of_tensors) if of_tensors else 0.0
     return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
 
 
 def _noise_of_compiler(
-    plain: _Step, context: RunContext, take: functools.partial[_Step], settings: PlainSettings
+    plain: PlainStep, context: RunContext, take: functools.partial[PlainStep], settings: PlainSettings
 ) -> dict[str, float]:
     """Return what a compiler changes in the step of the user's model."""
     if settings.order is not None and settings.order.shared:
@@ -252,18 +263,16 @@ def _noise_of_compiler(
         compiled = take(settings, compiled=True)
     except Exception as error:  # training compiles its stages, which may succeed
         logger.info("the model cannot be compiled as a whole: %s", error)
-        return _errors(take(replace(settings, within=lambda: SplitSums(2))), plain)
+        return plain.errors_of(take(replace(settings, within=lambda: SplitSums(2))))
     gradients = gradient_errors(plain.gradients, compiled.gradients)
     large = too_large_for_a_compiler(gradients, context.plan.workload.precision)
-    return {name: error for name, error in _errors(compiled, plain).items() if name not in large}
+    parts = [part for name in large for part in (f"model.{name}", f"[{name}]")]
+    errors = plain.errors_of(compiled).items()
+    return {key: error for key, error in errors if not any(part == key or part in key for part in parts)}
 
 
 def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
-
-
-def _errors(other: _Step, plain: _Step) -> dict[str, float]:
-    return {name: relative_error(other.tensors[name], tensor) for name, tensor in plain.tensors.items()}
 
 
 def _result(step: int, compared: Comparison) -> AuditResult:

@@ -29,6 +29,7 @@ from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.repeating import Repeating, begin, explain
 from autopipe.commands.training.reread import refuse_changed_data
+from autopipe.commands.users_files import digest_of_file, users_files, versions
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.artifact import digest
@@ -200,8 +201,10 @@ def _leaves_one(prepared: Prepared, samples: int) -> bool:
     return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))
 
 
-def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
+def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> int:
     """Compare the first steps of a new plan with plain training, once per plan, and probe its optimizer.
+
+    Returns how many steps are proven, now or before.
 
     A comparison that does not fit into memory is left out, with a note; the next run tries again.
 
@@ -217,7 +220,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     )
     known = _mark(prepared, (wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
-        return
+        events("note", {"text": f"the first {_FIRST_STEPS} steps were compared before, with the same code and options"})
+        return _FIRST_STEPS
     events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
     hidden = hidden_cause(prepared)
     if hidden is not None:
@@ -227,7 +231,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
         events("note", {"text": compared.note})
     result = compared.comparison
     if result is None:
-        return
+        return 0
     if result.nonfinite:
         if settings.on_nonfinite == "stop":
             raise RunError(
@@ -235,7 +239,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
                 remedy="inspect the data and the initial weights; to train anyway, use --on-nonfinite warn or skip",
             )
         events("note", {"text": f"warning: the comparison of the first steps proves nothing: {result.nonfinite}"})
-        return
+        return 0
     if not result.equal:
         raise unequal(result, prepared)
     with marker.open("a", encoding="utf-8") as file:
@@ -246,14 +250,16 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     if settings.compile:
         kind += f" (tolerance {result.tolerance:.1e}: --compile rounds differently than eager code)"
     events("note", {"text": f"{_FIRST_STEPS} steps compared with plain training: equal, {kind}"})
+    return _FIRST_STEPS
 
 
 def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
     """Return the key of a comparison in the file of earlier ones: everything that determines its result."""
     plan = prepared.plan
     stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
-    files = [Path(path).read_bytes().hex() for path in prepared.workload.files if Path(path).is_file()]
-    subject = digest((stages, files, plan.workload, prepared.profile.device.kind))
+    files = sorted((str(path), content) for path, content in users_files(plan.workload).items())
+    named = [(path, digest_of_file(Path(path))) for path in prepared.workload.files]
+    subject = digest((stages, files, named, versions(), plan.workload, prepared.profile.device.kind))
     return " ".join(map(str, (subject, plan.digest, plan.num_microbatches, *options)))
 
 

@@ -10,16 +10,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import math
 import multiprocessing
 import os
+import secrets
 import sys
-import sysconfig
 import time
 import traceback
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
@@ -28,29 +25,28 @@ from typing import Any
 
 import psutil
 
-import autopipe
-from autopipe.commands.named import references
 from autopipe.commands.settings import Events, TrainSettings
 from autopipe.commands.steps import Prepared
+from autopipe.commands.users_files import digest_of_file, users_files
 from autopipe.errors import ArtifactError, AuditError, AutopipeError, RunError
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
-from autopipe.report.results import AuditReport
+from autopipe.report.results import AuditReport, TrainResult
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.units import in_bytes
 from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
-from autopipe.workload.target.files import files_of
-from autopipe.workload.target.targets import Target
 
 # the share of the training time that audits may use, as if they ran on a core that training needs
 SHARE = 0.005
 # CPU time of a process before its first step, and a lower bound of the disk's write speed
 STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
-# bytes that an audit writes, as a multiple of the weights: weights, optimizer state (2), and weights after the step
-_WRITTEN = 4
+# bytes that an audit writes, as a multiple of the weights: weights and optimizer state (2), before and after the step
+_WRITTEN = 6
+# the most that the audit of the second step may cost, in seconds or as a share of the predicted time of the run
+_FIRST_SECONDS, _FIRST_SHARE = 30.0, 0.05
 _END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _NICE = 19
 MOST_SECONDS = 1800.0
@@ -60,8 +56,7 @@ MOST_SECONDS = 1800.0
 def interval(settings: TrainSettings, prepared: Prepared) -> int:
     """Return the number of steps between audits, 0 for never.
 
-    With ``auto``, audits take at most ``SHARE`` of the predicted training time, and coincide with checkpoints if these
-    are more frequent.
+    With ``auto``, audits take at most ``SHARE`` of the predicted training time.
 
     Raises: RunError if audits are requested and ranks are teams.
     """
@@ -78,13 +73,31 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
         return settings.audit_every
     if not plan.predicted.step_seconds:
         return 0
+    every = math.ceil(_cost_seconds(prepared) / SHARE / plan.predicted.step_seconds)
+    return 0 if settings.steps is not None and every >= settings.steps else every
+
+
+def first(settings: TrainSettings, prepared: Prepared, start: int) -> int:
+    """Return the minibatch that is audited in any case, -1 for none.
+
+    It is the second of those that a command trains: the ranks are processes then, unlike in the comparison before
+    training, and the optimizer has a state. ``start``: the first.
+    """
+    if not settings.check_first or prepared.plan.team > 1 or settings.audit_every == 0:
+        return -1
+    steps = settings.steps or 0
+    share = _FIRST_SHARE * prepared.plan.predicted.step_seconds * (steps - start)
+    if _cost_seconds(prepared) > max(_FIRST_SECONDS, share):
+        return -1
+    return start if steps == start + 1 else start + 1
+
+
+def _cost_seconds(prepared: Prepared) -> float:
+    """Return an estimate of the time of one audit."""
+    plan = prepared.plan
     weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
     plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
-    cost = STARTUP_SECONDS + 2 * plain + _WRITTEN * weights / DISK_BYTES_PER_SECOND
-    every = math.ceil(cost / SHARE / plan.predicted.step_seconds)
-    saved = settings.checkpoint_every or 0
-    every = -(-every // saved) * saved if 0 < saved < every else every
-    return 0 if settings.steps is not None and every >= settings.steps else every
+    return STARTUP_SECONDS + 2 * plain + _WRITTEN * weights / DISK_BYTES_PER_SECOND
 
 
 def memory_shortfall(prepared: Prepared) -> str:
@@ -105,6 +118,30 @@ def memory_shortfall(prepared: Prepared) -> str:
         f"audits are skipped: one step of the plain loop needs about {in_bytes(needed)} of memory in addition to the "
         f"ranks, and {in_bytes(max(free, 0))} are free"
     )
+
+
+def scheduled(settings: TrainSettings, prepared: Prepared, start: int, events: Events) -> TrainSettings:
+    """Return the settings with the offset of the audits, without audits if the memory is too small for them.
+
+    The offset is random, so that what repeats with the same period as the audits is not missed by each. ``start``: the
+    first minibatch.
+    """
+    every = interval(settings, prepared)
+    wanted = every or first(settings, prepared, start) >= 0
+    if wanted and (misfit := memory_shortfall(prepared)):
+        events("note", {"text": misfit})
+        return dataclasses.replace(settings, audit_every=0)
+    if not every:
+        return settings
+    steps = max((settings.steps or 0) - start, 0) or every
+    return dataclasses.replace(settings, audit_offset=(start + secrets.randbelow(min(every, steps))) % every)
+
+
+def with_proofs(result: TrainResult, compared: int, *, requested: bool) -> TrainResult:
+    """Return the result with the number of steps that were compared. ``requested``: audits, with --audit-every."""
+    ended = not (result.stopped or result.stopped_by)
+    unproven = requested and ended and bool(result.losses) and not result.audits
+    return dataclasses.replace(result, compared=min(max(compared, 0), result.steps), unproven=unproven)
 
 
 @dataclass(slots=True)
@@ -128,7 +165,7 @@ class Auditor:
         """Begin an attempt, and drop the comparisons of an earlier one."""
         self._different = -1
         self.end()
-        self._model = _users_files(self.run)
+        self._model = users_files(self.run.plan().workload)
 
     def add(self, step: int, loss: float) -> None:
         """Queue a minibatch whose state is written."""
@@ -170,6 +207,12 @@ class Auditor:
         self._waiting.clear()
         clear_all(self.run.path, self._different)
 
+    def failed(self, step: int, reason: str) -> None:
+        """End the run: the state of an audited step is not that of one training. Raises: AuditError."""
+        result = AuditResult(step, DIFFERENT, reason=reason)
+        self.on_result(result)
+        raise _difference(result, AuditFiles(self.run.path, step))
+
     def left_out(self, reason: str) -> None:
         """Report why an audit is skipped, each reason once."""
         text = f"an audit is skipped: {reason}"
@@ -179,7 +222,7 @@ class Auditor:
 
     def _edited(self) -> str:
         """Return a note if a user's file was edited since the run began, else "". Ranks run the earlier version."""
-        edited = next((path for path, digest in self._model.items() if _digest_of(path) != digest), None)
+        edited = next((path for path, digest in self._model.items() if digest_of_file(path) != digest), None)
         return f"{edited} was edited since the run began" if edited is not None else ""
 
     def _start(self, step: int, loss: float) -> None:
@@ -226,7 +269,9 @@ class Auditor:
 def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
     """Return the error for a step that differs from the plain loop's."""
     others = f", and {result.differing - 1} more of {result.tensors} tensors differ" if result.differing > 1 else ""
-    what = "its loss differs" if not result.differing else f"{result.name} differs by {result.error:.1e}{others}"
+    what = f"{result.name} differs by {result.error:.1e}{others}"
+    if not result.differing:
+        what = result.reason or "its loss differs"
     return AuditError(
         f"step {result.step + 1} of the run differs from plain training with the same weights and batch: {what}",
         step=result.step,
@@ -240,39 +285,6 @@ def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
 def report_of(result: AuditResult) -> AuditReport:
     """Return the entry of an audit in the result of a run."""
     return AuditReport(result.step, result.status == EQUAL, result.bitwise, result.error, result.seconds)
-
-
-def _users_files(run: RunDirectory) -> dict[Path, str]:
-    """Return the digests of the user's source files: those that the run names, and all other imported files.
-
-    Installed packages are left out.
-    """
-    files = {path for reference in references(run.plan().workload) for path in files_of(Target(reference.location, ""))}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
-    files |= {path.resolve() for path in imported if path.suffix == ".py" and not _is_installed(path)}
-    return {path: _digest_of(path) for path in files}
-
-
-def _is_installed(path: Path) -> bool:
-    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-    return in_packages or str(path).startswith(_installation_folders())
-
-
-@functools.cache
-def _installation_folders() -> tuple[str, ...]:
-    """Return the folders of the standard library, the packages and autopipe, each with a separator at its end."""
-    paths = sysconfig.get_paths()
-    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(str(Path(folder)) + os.sep for folder in (*sorted(libraries), str(Path(autopipe.__file__).parent)))
-
-
-def _digest_of(path: Path) -> str:
-    """Return the digest of a file, or "" if it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:

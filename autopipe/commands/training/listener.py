@@ -123,6 +123,10 @@ class Listener:
         if self.auditor is not None:
             self.auditor.left_out(event["reason"])
 
+    def _audit_failed(self, event: Mapping[str, Any]) -> None:
+        if self.auditor is not None:
+            self.auditor.failed(event["step"], event["reason"])
+
     def _round(self, event: Mapping[str, Any]) -> None:
         if event["rank"] == 0 and event["epoch"] == 1:
             count = counted(event["minibatches"], "minibatch")
@@ -232,6 +236,7 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "evaluation": Listener._evaluation,
     "audit": Listener._audit,
     "audit-left-out": Listener._audit_left_out,
+    "audit-failed": Listener._audit_failed,
     "round": Listener._round,
     "note": Listener._note,
     "complete-build": Listener._complete_build,

@@ -111,14 +111,12 @@ def train(
                     events("note", {"text": note})
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
-            settings = _with_audits(settings, prepared, events)
+            requested = bool(settings.audit_every)
+            settings = auditing.scheduled(settings, prepared, 0 if source is None else source.manifest.step, events)
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
-            if settings.check_first:
-                check_first(settings, prepared, events)
-            elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
-                raise refusal  # check_first would have raised it
+            compared = _compared(settings, prepared, events)
             settings = _with_reader(settings, repeating, events)
             _refuse_one_reader(settings, prepared)
             if path is None:
@@ -126,15 +124,17 @@ def train(
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
         observers.loggers = begin_loggers(settings.log, run, start, prepared.plan)
-        return _launch(settings, prepared, run, start, events, observers, rendezvous, stop)
+        result = _launch(settings, prepared, run, start, events, observers, rendezvous, stop)
+        return auditing.with_proofs(result, compared - max(start, 0), requested=requested)
 
 
-def _with_audits(settings: TrainSettings, prepared: Prepared, events: Events) -> TrainSettings:
-    """Return the settings, without audits if the memory is too small for them."""
-    if auditing.interval(settings, prepared) and (misfit := auditing.memory_shortfall(prepared)):
-        events("note", {"text": misfit})
-        return replace(settings, audit_every=0)
-    return settings
+def _compared(settings: TrainSettings, prepared: Prepared, events: Events) -> int:
+    """Compare the first steps, unless the settings say not to; return how many are proven. Refuse impossible hooks."""
+    if settings.check_first:
+        return check_first(settings, prepared, events)
+    if refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
+        raise refusal  # check_first would have raised it
+    return 0
 
 
 def _observers(settings: TrainSettings, prepared: Prepared, events: Events) -> Observers:
@@ -188,7 +188,7 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
     if explain(repeats):
         events("note", {"text": f"warning: {explain(repeats)}"})
     same = settings.same_data and repeats.answer is not False
-    return replace(settings, data_reader=repeats.reader, same_data=same)
+    return replace(settings, data_reader=repeats.reader, same_data=same, data_repeats=repeats.answer is True)
 
 
 def _refuse_one_reader(settings: TrainSettings, prepared: Prepared) -> None:
@@ -224,6 +224,9 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDir
         checkpoint_every=_checkpoint_every(settings, prepared),
         evaluate_every=settings.evaluate_every,
         audit_every=auditing.interval(settings, prepared),
+        audit_offset=settings.audit_offset,
+        audit_first=auditing.first(settings, prepared, max(start, 0)),
+        data_repeats=settings.data_repeats,
         deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,

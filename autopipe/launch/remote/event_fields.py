@@ -37,6 +37,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "evaluation": {"step": int, "loss": float, "batches": int, "samples": int},
     "audit": {"step": int, "loss": float},
     "audit-left-out": {"reason": str},
+    "audit-failed": {"step": int, "reason": str},
     "peak": {"stage": int, **dict.fromkeys(_MEMORY, int)},
     "copied": {"to_device": int, "to_host": int},
     "spans": {"spans": tuple[tuple[Instruction, float, float], ...]},

@@ -4,7 +4,7 @@
 
     RUN/audits/
       step-N/             the state before the minibatch, as a checkpoint
-      step-N.after/       model tensors after its step, one safetensors file a stage
+      step-N.after/       the state after its step, as a checkpoint in ``step-M``, M = N + 1
       step-N.batch/       the minibatch: batch.json, batch.safetensors
       step-N.json         the result
 
@@ -41,8 +41,10 @@ class AuditResult:
     # how many of ``tensors`` differ beyond the tolerance
     differing: int = 0
     tensors: int = 0
-    # why the audit was skipped, or why equality is promised only up to rounding
+    # why the audit was skipped, why the step differs if no tensor does, or why equality is promised only up to rounding
     reason: str = ""
+    # whether the minibatch is the next one of the data, read again; None: not compared
+    in_place: bool | None = None
     # CPU time of the process
     seconds: float = 0.0
 
@@ -66,8 +68,13 @@ class AuditFiles:
 
     @property
     def after(self) -> Path:
-        """The folder of the tensors after the step."""
+        """The folder of the state after the step."""
         return self.before.with_suffix(".after")
+
+    @property
+    def checkpoint_after(self) -> Path:
+        """The checkpoint of the state after the step."""
+        return checkpoints.directory_of(self.after, self.step + 1)
 
     @property
     def batch(self) -> Path:
@@ -79,18 +86,14 @@ class AuditFiles:
         """The file of the result."""
         return self.before.with_suffix(".json")
 
-    def after_stage(self, stage: int) -> Path:
-        """Return the file of one stage's tensors after the step."""
-        return self.after / f"stage-{stage}.safetensors"
-
-    def failure(self, stage: int) -> Path:
-        """Return the file in which the rank that writes a stage reports that it could not."""
-        return self.after / f"stage-{stage}.failed"
+    def failure(self, process: int) -> Path:
+        """Return the file in which the process of a rank reports that it could not write its part."""
+        return self.after / f"rank-{process}.failed"
 
     def first_failure(self) -> str:
         """Return the first failure that a rank has reported, "" if no rank has."""
         with contextlib.suppress(OSError):
-            for path in sorted(self.after.glob("stage-*.failed")):
+            for path in sorted(self.after.glob("rank-*.failed")):
                 return path.read_text(encoding="utf-8", errors="replace") or "a rank could not write its part"
         return ""
 

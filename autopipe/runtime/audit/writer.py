@@ -2,16 +2,19 @@
 
 ::
 
-    training thread   ... | copy state, store batch | minibatch N | copy weights | minibatch N + 1 ...
-    writing threads                        write the state ...         | write the weights | rank 0: event
+    training thread   ... | copy state, store batch | minibatch N | copy state | minibatch N + 1 ...
+    writing threads                        write the state ...         | write it  | rank 0: event
 
-An audit never ends a run. If its files cannot be written, it is skipped, and rank 0 reports the reason. A rank that
-fails leaves a file that says so, and rank 0 does not wait for it.
+If the files cannot be written, the audit is skipped, and rank 0 reports the reason. A rank that cannot write leaves a
+file that says so, and rank 0 does not wait for it. Replicas or tied copies that are no longer equal are no reason to
+skip: the audit has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
-from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.saver import POLL_SECONDS, Saver
-from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
-from autopipe.runtime.step.stepper import Stepper
 
 # audits that wait for their comparison; the ranks wait rather than exceed it, so that the disk does not fill
 MOST_WAITING = 4
@@ -39,29 +39,25 @@ class AuditWriter:
     """Writes the audits of one rank."""
 
     run: Path
-    # minibatches from one audit to the next; 0: no audits
-    every: int
-    # the stages whose state after the step this rank writes
-    stages: Sequence[int]
+    # whether a minibatch is audited
+    due: Callable[[int], bool]
     # writes the checkpoints of this rank
     checkpoints: Saver
     reporter: Reporter
-    # as in ``Snapshot``
-    pinned: bool = False
     _files: AuditFiles | None = None
-    _saver: Saver | None = None
+    _savers: list[Saver] = field(default_factory=list)
     _thread: threading.Thread | None = None
     _written: list[AuditFiles] = field(default_factory=list)
     _skipped: list[str] = field(default_factory=list)
+    _failed: list[tuple[int, str]] = field(default_factory=list)
     _given_up: list[AuditFiles] = field(default_factory=list)
-    _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, step: int, item: Any, parts: Sequence[Microbatch], save: Callable[[Saver], None]) -> None:
         """Keep the state before minibatch ``step``, and the minibatch, if it is to be audited.
 
         ``item`` and ``parts`` are the minibatch on rank 0. ``save`` passes the state of this rank to a saver.
         """
-        if not self.every or not step or step % self.every:
+        if not self.due(step):
             return
         self.wait()
         while self._given_up:  # again: another rank may have written after the files were removed
@@ -73,21 +69,17 @@ class AuditWriter:
                 batch.store(item, [part.factor for part in parts], files.batch)
         except (batch.UnstorableBatchError, OSError) as error:
             self._skipped.append(f"its minibatch cannot be stored: {error}")
-        self._saver = self.checkpoints.for_directory(files.folder)
-        save(self._saver)
+        self._savers = [self.checkpoints.for_directory(files.folder)]
+        save(self._savers[0])
 
-    def end(self, stepper: Stepper) -> None:
-        """Keep the tensors after the step of the minibatch, if its audit has begun."""
+    def end(self, save: Callable[[Saver], None]) -> None:
+        """Keep the state after the step of the minibatch, if its audit has begun. ``save``: as in ``begin``."""
         files, self._files = self._files, None
         if files is None:
             return
-        snapshots = {}
-        for stage in self.stages:
-            tensors = {name: parameter.data for name, parameter in stepper.owned(stage).items()}
-            tensors.update(state.buffers(stepper.runners[stage]))
-            snapshots[stage] = Snapshot(pinned=self.pinned)
-            snapshots[stage].take(tensors)
-        self._thread = threading.Thread(target=self._write, args=(files, snapshots), name="audit", daemon=True)
+        self._savers.append(self.checkpoints.for_directory(files.after))
+        save(self._savers[1])
+        self._thread = threading.Thread(target=self._finish, args=(files,), name="audit", daemon=True)
         self._thread.start()
 
     def report(self, losses: dict[int, float]) -> None:
@@ -99,6 +91,9 @@ class AuditWriter:
             reason = self._skipped.pop(0)
             if self.checkpoints.leads:
                 self.reporter.event("audit-left-out", reason=reason)
+        while self._failed:
+            step, reason = self._failed.pop(0)
+            self.reporter.event("audit-failed", step=step, reason=reason)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -108,9 +103,8 @@ class AuditWriter:
 
     def cancel(self) -> None:
         """Stop waiting for other ranks: this one has failed."""
-        self._cancelled.set()
-        if self._saver is not None:
-            self._saver.cancel()
+        for saver in self._savers:
+            saver.cancel()
 
     def _wait_for_comparisons(self) -> None:
         """Wait, on rank 0, while too many audits wait for their comparison. The other ranks wait for rank 0."""
@@ -120,21 +114,20 @@ class AuditWriter:
             self.reporter.at("waiting for an audit", waiting=False)
             time.sleep(POLL_SECONDS)
 
-    def _write(self, files: AuditFiles, snapshots: dict[int, Snapshot]) -> None:
-        saver, self._saver = self._saver, None
+    def _finish(self, files: AuditFiles) -> None:
+        """Wait until this rank has written its part, and on rank 0 until all have."""
+        leads = self.checkpoints.leads
         try:
-            files.after.mkdir(parents=True, exist_ok=True)
-            for stage, snapshot in snapshots.items():
-                path = files.after_stage(stage)
-                snapshot.write(path.with_suffix(".tmp"))
-                path.with_suffix(".tmp").replace(path)
-            if saver is not None and not saver.wait_unless(lambda: bool(files.first_failure())):
-                raise RunError(files.first_failure())
-            if self.checkpoints.leads and not files.batch.is_dir():
-                self._all_written(files)
+            for saver in self._savers:
+                if not saver.wait_unless(lambda: bool(files.first_failure())):
+                    raise ArtifactError(files.first_failure())
+            if leads and not files.batch.is_dir():
                 files.clear()
-            elif self.checkpoints.leads and self._all_written(files):
+            elif leads and files.before.is_dir() and files.checkpoint_after.is_dir():  # else cancelled
                 self._written.append(files)
+        except RunError as error:  # of the checkpoint: replicas or copies of a tied parameter differ
+            self._failed.append((files.step, error.what))
+            self._give_up(files, error.what)
         except Exception as error:  # any: the run does not depend on an audit
             text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             self._skipped.append(f"it cannot be written: {text}")
@@ -147,23 +140,8 @@ class AuditWriter:
                 self._given_up.append(files)
                 files.clear()
                 return
-            for stage in self.stages:  # on a full disk, this makes room for the reason
-                for path in (files.after_stage(stage), files.after_stage(stage).with_suffix(".tmp")):
-                    path.unlink(missing_ok=True)
-            if files.after.is_dir():  # otherwise rank 0 has removed it already
-                files.failure(min(self.stages, default=0)).write_text(reason, encoding="utf-8")
-
-    def _all_written(self, files: AuditFiles) -> bool:
-        """Wait for the other stages. Return False if cancelled or timed out.
-
-        Raises: RunError if another rank could not write its part.
-        """
-        end = time.monotonic() + _TIMEOUT_SECONDS
-        while not files.before.is_dir() or not all(
-            files.after_stage(s).is_file() for s in range(len(self.checkpoints.writers))
-        ):
-            if failure := files.first_failure():
-                raise RunError(failure)
-            if self._cancelled.wait(POLL_SECONDS) or time.monotonic() > end:
-                return False
-        return True
+            for path in (*files.folder.glob(f"{files.before.name}.*.tmp"), *files.after.glob("*.tmp")):
+                shutil.rmtree(path, ignore_errors=True)  # on a full disk, this makes room for the reason
+            if files.folder.is_dir():
+                files.after.mkdir(exist_ok=True)
+                files.failure(os.getpid()).write_text(reason, encoding="utf-8")

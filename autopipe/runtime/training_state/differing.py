@@ -90,6 +90,21 @@ class _Pair:
                     yield from self.entry(value, values, key, f"{path}[{index}][{key!r}]")
 
 
+def distance(one: Any, two: Any) -> float:
+    """Return by how much a number or a tensor differs from ``two``, relative to its largest value; else infinity."""
+    if type(one) in (int, float) and type(two) in (int, float):
+        one, two = torch.tensor(float(one)), torch.tensor(float(two))
+    if (
+        not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor))
+        or one.shape != two.shape
+        or not one.numel()
+    ):
+        return float("inf")
+    ours, expected = (torch.view_as_real(v) if v.is_complex() else v.double() for v in (one, two))
+    largest = expected.nan_to_num().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((ours - expected).nan_to_num(float("inf")).abs().max() / largest)
+
+
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, NaN included."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())

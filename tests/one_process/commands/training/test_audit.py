@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from support.pipelines import Captured, Pipeline, build, captured, captured_file
 from support.schedule_cases import laid_out
 
 from autopipe.commands.training import auditing
+from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
+from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Silent
 from autopipe.runtime.job import RunDirectory
@@ -129,14 +133,48 @@ def test_sums_in_another_order_are_compared_in_that_order(
         assert result.bitwise, result
 
 
+def edited(files: AuditFiles, stage: int, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change what a run has after an audited step, with matching digests."""
+    path = files.checkpoint_after / "manifest.json"
+    manifest = artifact.load(Manifest, path, renew="-")
+    entries = list(manifest.files)
+    file = files.checkpoint_after / entries[stage].file
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    size = file.stat().st_size
+    entries[stage] = replace(entries[stage], sha256=sha256, bytes=size, tensors=tuple(sorted(tensors)))
+    artifact.save(replace(manifest, files=tuple(entries)), path)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_state_of_the_optimizer_that_differs_is_named(name: str, subject: Captured, tmp_path: Path) -> None:
+    pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
+    path = f"optimizer.state[layers.0.bias]['{name}']"
+    edited(AuditFiles(tmp_path, 3), 0, lambda tensors: tensors[path].mul_(1.001))
+    result = audit(pipeline.run.path, 3, losses[3])
+    assert (result.status, result.name, result.stage, result.differing) == (DIFFERENT, path, 0, 1)
+    assert result.error == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_averages_are_compared(subject: Captured, tmp_path: Path) -> None:
+    pipeline, losses = audited(subject, plan_for(subject, 2, "2bw", 4, 8), tmp_path, ema=0.9)
+    edited(AuditFiles(tmp_path, 6), 1, lambda tensors: tensors["average.head.bias"].mul_(1.001))
+    first, second = results(pipeline, losses)
+    assert first.status == EQUAL and first.bitwise
+    assert (second.status, second.name) == (DIFFERENT, "average.head.bias")
+
+
 def test_a_tensor_that_differs_is_named_with_its_stage(subject: Captured, tmp_path: Path) -> None:
     pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
-    path = AuditFiles(tmp_path, 3).after_stage(1)
-    tensors = load_file(path)
-    name = next(name for name in tensors if name.endswith("weight") and name.startswith("layers"))
-    flat = tensors[name].view(-1)
-    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))  # flip the last bit of one number
-    save_file(tensors, path)
+    name = "layers.3.weight"
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:  # the last bit of one number
+        flat = tensors[f"model.{name}"].view(-1)
+        flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
+
+    edited(AuditFiles(tmp_path, 3), 1, flip)
     first, second = results(pipeline, losses)
     assert (first.status, first.name, first.stage, first.differing) == (DIFFERENT, name, 1, 1)
     assert 0 < first.error < 1e-6
@@ -146,10 +184,7 @@ def test_a_tensor_that_differs_is_named_with_its_stage(subject: Captured, tmp_pa
 
 def test_a_missing_parameter_differs(subject: Captured, tmp_path: Path) -> None:
     pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
-    path = AuditFiles(tmp_path, 3).after_stage(0)
-    tensors = load_file(path)
-    del tensors["layers.0.bias"]
-    save_file(tensors, path)
+    edited(AuditFiles(tmp_path, 3), 0, lambda tensors: tensors.pop("model.layers.0.bias"))
     result = audit(pipeline.run.path, 3, losses[3])
     assert (result.status, result.name, result.differing) == (DIFFERENT, "layers.0.bias", 1)
 
@@ -230,9 +265,9 @@ def test_rank_0_reports_written_and_skipped_audits(
     assert len(losses) == STEPS
     events = [(kind, fields) for kind, fields in reporters[0].events if kind.startswith("audit")]
     if storable:
-        assert events == [("audit", {"step": step, "loss": losses[step]}) for step in (3, 6)]
+        assert events == [("audit", {"step": step, "loss": losses[step]}) for step in (0, 3, 6)]
     else:
-        assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it contains a handle"})] * 2
+        assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it contains a handle"})] * 3
         assert not any(path.is_dir() for path in (tmp_path / "audits").iterdir())
     assert not any(kind.startswith("audit") for kind, _ in reporters[1].events)
 
@@ -254,7 +289,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed_to_write(
     pipeline.train(minibatches(subject.workload, STEPS, 8), reporters=reporters)
     assert time.monotonic() - start < 120
     reasons = [fields["reason"] for kind, fields in reporters[0].events if kind == "audit-left-out"]
-    assert reasons == ["it cannot be written: OSError: [Errno 28] No space left on device"] * 2
+    assert reasons == ["it cannot be written: the checkpoint of stage 1 cannot be written: No space left on device"] * 3
     assert not any(kind == "audit" for kind, _ in reporters[0].events)
     assert not any(path.suffix == ".after" for path in (tmp_path / "audits").iterdir())
 

@@ -53,15 +53,15 @@ def test_default_audits_take_a_bounded_share_of_the_time() -> None:
     assert auditing.interval(settings(), prepared(60.0)) < auditing.interval(settings(), prepared(0.01))
 
 
-def test_a_short_run_has_no_audit_and_checkpoints_are_audited() -> None:
+def test_a_short_run_has_one_audit() -> None:
     run = prepared(0.1)
     every = auditing.interval(settings(), run)
     assert every > 1000
     assert auditing.interval(settings(steps=every), run) == 0
     assert auditing.interval(settings(steps=every + 1), run) == every
-    saved = auditing.interval(settings(checkpoint_every=300), run)
-    assert saved % 300 == 0 and every <= saved < every + 300
-    assert auditing.interval(settings(checkpoint_every=10 * every), run) == every
+    assert [auditing.first(settings(steps=n), run, 0) for n in (1, 2, 9)] == [0, 1, 1]
+    assert [auditing.first(settings(steps=n), run, 5) for n in (6, 9)] == [5, 6]
+    assert auditing.first(settings(audit_every=0), run, 0) == auditing.first(settings(check_first=False), run, 0) == -1
     assert [auditing.interval(settings(audit_every=k, steps=5), run) for k in (0, 7)] == [0, 7]
 
 
@@ -118,6 +118,12 @@ def test_an_equal_step_keeps_its_result_only(auditor: RecordingAuditor) -> None:
     auditor.poll()
     assert auditor.notes == [result]
     assert [path.name for path in files.folder.iterdir()] == ["step-00000005.json"]
+
+
+def test_replicas_that_differ_are_a_failed_audit(auditor: RecordingAuditor) -> None:
+    with pytest.raises(AuditError, match=r"step 6 of the run .* the replicas of stage 1 are no longer equal") as error:
+        auditor.failed(5, "the replicas of stage 1 are no longer equal")
+    assert error.value.step == 5 and auditor.notes[0].status == DIFFERENT
 
 
 def test_a_different_step_raises_and_keeps_its_files(auditor: RecordingAuditor) -> None:
