@@ -29,6 +29,7 @@ from autopipe.report.page import Subject, page_of, render
 from autopipe.report.page.curves import history_of
 from autopipe.report.page.timelines import Window, clocks_agree, typical_window
 from autopipe.report.results import ReportResult
+from autopipe.report.slower import Speed
 from autopipe.runtime.job import Job, RunDirectory, read_rows
 from autopipe.schedules import REGISTRY
 from autopipe.units import in_bandwidth, in_bytes
@@ -37,6 +38,7 @@ PLAN = "plan"
 _OVERLAPPING = 4  # minibatches to show of a schedule whose steps overlap
 _SPILLED = 2  # of a spilled one, whose first finds nothing on the device
 _FOLDERS = re.compile(r"(?<![^\s:=])(?:~[^\s:=/]*|\.{1,2})?/(?:[^\s:=]*/)?")
+_RENEW_SPEED = "delete it, and the page does not compare the speeds"
 
 
 def report(settings: ReportSettings, progress: Progress | None = None) -> ReportResult:
@@ -107,6 +109,7 @@ def _of_run(run: RunDirectory, work: Work) -> Subject:
         measured=_measured(run, plan, missing),
         history=history,
         missing=missing,
+        slower=artifact.load(Speed, run.speed, renew=_RENEW_SPEED).line if run.speed.exists() else "",
     )
     own = Store(run.path.parent.parent) if run.path.resolve().parent.name == "runs" else work.store
     work = dataclasses.replace(work, store=own if own.plan.is_file() else work.store)

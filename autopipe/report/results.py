@@ -237,6 +237,7 @@ class TrainResult:
     device_flops_per_second: float = 0.0  # model FLOP/s of one rank, on average; 0 if the profile has no operations
     stopped_by: str = ""  # the hook that ended the run early, with a checkpoint; ``stopped`` is then False
     mfu: float | None = None  # relative to the peak of its datasheet; see ``planning.cost.datasheets.utilization``
+    slower: str = ""  # why the run was slower than predicted; "" if it was not, by ``report.slower.FACTOR``
 
 
 @dataclass(frozen=True, slots=True)

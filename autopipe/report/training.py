@@ -25,7 +25,7 @@ def summary(result: TrainResult) -> str:
         f"({counted(result.stages, 'stage')}, "
         f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
         f"{result.samples_per_second:.1f} samples/s{_of_predicted(result)}{rates.of_run(result)}\n"
-        f"checkpoint: {result.checkpoint or 'none'}"
+        f"checkpoint: {result.checkpoint or 'none'}{_slower(result)}"
     )
 
 
@@ -41,6 +41,10 @@ def _of_predicted(result: TrainResult) -> str:
     """Return the predicted rate, to print after the measured one."""
     predicted = result.predicted_samples_per_second
     return f" (predicted: {predicted:.1f})" if predicted else ""
+
+
+def _slower(result: TrainResult) -> str:
+    return f"\n{result.slower}" if result.slower else ""
 
 
 def _copied(result: TrainResult) -> tuple[Table, ...]:

@@ -181,6 +181,11 @@ class RunDirectory:
         return self.path / "plan-record.json"
 
     @property
+    def speed(self) -> Path:
+        """The measured speed beside the predicted one."""
+        return self.path / "speed.json"
+
+    @property
     def timeline(self) -> Path:
         """The measured timeline."""
         return self.path / "timeline.json"

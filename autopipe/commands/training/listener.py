@@ -12,6 +12,7 @@ from autopipe.commands.metrics.files import MetricsFiles
 from autopipe.commands.metrics.observers import Observers
 from autopipe.commands.settings import Events
 from autopipe.commands.training.auditing import Auditor, fields_of, report_of
+from autopipe.commands.training.load import Load
 from autopipe.errors import RunError, counted
 from autopipe.ir import decoding
 from autopipe.ir.schedule import Instruction
@@ -52,6 +53,10 @@ class Listener:
     auditor: Auditor | None = None
     observers: Observers | None = None
     audits: list[AuditReport] = field(default_factory=list)
+    # what each rank of the latest attempt spent its time on: see ``launch.rank.spent``
+    spent: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
+    counted: int = 0  # steps of the latest attempt
     metrics: MetricsFiles = field(init=False)
     previous: float = 0.0  # when the last step of the attempt ended; 0: all ranks are not ready yet
 
@@ -62,6 +67,8 @@ class Listener:
         """Begin an attempt."""
         self.world_size, self.ready, self.reached, self.previous = world_size, 0, 0, 0.0
         self.devices.clear()
+        self.spent.clear()
+        self.counted = 0
         self.other_data = None
 
     def done(self, start: int) -> int:
@@ -91,6 +98,7 @@ class Listener:
         self.ready += 1
         if self.ready == self.world_size:
             self.previous = time.time()
+            self.load.begin()
             self.started = self.started or self.previous
 
     def _device(self, event: Mapping[str, Any]) -> None:
@@ -159,6 +167,10 @@ class Listener:
     def _copied(self, event: Mapping[str, Any]) -> None:
         self.copied = event["to_device"], event["to_host"]
 
+    def _spent(self, event: Mapping[str, Any]) -> None:
+        self.spent[event["rank"]] = event["seconds"]
+        self.load.end()
+
     def _spans(self, event: Mapping[str, Any]) -> None:
         self.spans.extend(
             Span(event["rank"], decoding.decode(Instruction, instruction, "span"), start, end)
@@ -201,6 +213,7 @@ class Listener:
         self.losses[event["step"]] = event["loss"]
         self.reached = event["step"] + 1
         self.samples += event["samples"]
+        self.counted += 1
         self.ended = event["time"]
         seconds = max(self.ended - self.started, 1e-9)
         rates = event.get("learning_rates", ())
@@ -247,4 +260,5 @@ _HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
     "peak": Listener._peak,
     "copied": Listener._copied,
     "spans": Listener._spans,
+    "spent": Listener._spent,
 }

@@ -31,13 +31,12 @@ from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.lookahead import covered
+from autopipe.commands.training.measured import write_speed, write_timeline
 from autopipe.commands.training.repeating import Repeating, begin, explain, repeats_now
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
 from autopipe.commands.training.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.errors import RunError, counted
-from autopipe.ir import artifact
-from autopipe.ir.timeline import Timeline
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.planning.clusters import precision_of
@@ -313,12 +312,13 @@ def _launch(
         observers.finish()
     by_hook = listener.stopped and bool(observers.stopped_by) and attempts.stopped_by == observers.stopped_by
     plan = attempts.prepared.plan
-    _write_timeline(run, listener, plan.num_processes)
+    write_timeline(run, listener, plan.num_processes)
     seconds = max(listener.ended - listener.started, 0.0)
     rate = listener.samples * plan.flops_per_sample / seconds / plan.num_ranks if seconds else 0.0
     profile = attempts.prepared.profile
     return TrainResult(
         losses=tuple(listener.losses[step] for step in sorted(listener.losses)),
+        slower=write_speed(run, listener, attempts, seconds).line,
         steps=len(listener.losses),
         seconds=seconds,
         samples_per_second=listener.samples / seconds if seconds else 0.0,
@@ -346,15 +346,6 @@ def _launch(
 def _latest(run: RunDirectory) -> str:
     steps = checkpoints.steps(run.checkpoints)
     return str(checkpoints.directory_of(run.checkpoints, steps[-1])) if steps else ""
-
-
-def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
-    if listener.spans:
-        first = min(span.start_seconds for span in listener.spans)
-        spans = tuple(
-            replace(s, start_seconds=s.start_seconds - first, end_seconds=s.end_seconds - first) for s in listener.spans
-        )
-        artifact.save(Timeline("measured", world, spans), run.timeline)
 
 
 def _existing(settings: TrainSettings, locks: contextlib.ExitStack) -> tuple[Path, Checkpoint]:

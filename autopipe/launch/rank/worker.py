@@ -34,6 +34,7 @@ from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
 from autopipe.launch.rank.parent_death import allow_children, die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
+from autopipe.launch.rank.spent import Spent
 from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
 from autopipe.runtime.context import RunContext
@@ -54,11 +55,17 @@ class _Pipe:
 
     def __init__(self, connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
         self._connection, self._heartbeats, self._rank = connection, heartbeats, rank
+        self._spent = Spent()
 
     def at(self, instruction: str, *, waiting: bool) -> None:
         self._heartbeats.note(self._rank, instruction, waiting)
+        self._spent.at(instruction, waiting)
 
     def event(self, kind: str, **fields: Any) -> None:
+        if kind == "ready":
+            self._spent.begin()
+        elif kind == "done":
+            self.event("spent", seconds=self._spent.end())
         self._connection.send_bytes(json.dumps({"kind": kind, "rank": self._rank, **fields}).encode())
 
     def may_begin(self, step: int, end: int) -> bool:

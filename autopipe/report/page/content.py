@@ -44,6 +44,7 @@ class Subject:
     explanation: Explanation | None = None
     # predicted, measured, memory, curves or explanation -> why the page does not have it
     missing: dict[str, str] = field(default_factory=dict)
+    slower: str = ""  # why the run was slower than predicted; "" if it was not
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Page:
     predicted_note: str
     measured_note: str
     data: dict[str, Any]  # what the charts draw
+    slower: str = ""  # why the run was slower than predicted
 
 
 def page_of(subject: Subject) -> Page:
@@ -123,6 +125,7 @@ def page_of(subject: Subject) -> Page:
         predicted_note=subject.predicted_note,
         measured_note="" if window is None else _window_note(window),
         data=data,
+        slower=subject.slower,
     )
 
 
