@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def leader(identity: RankIdentity, settings: LaunchSettings) -> tuple[str, int]:
     host, port = identity.address, identity.port
     if identity.store_exists:
         try:
-            host, port = network.parse_tcp(_torchrun_store(identity).get(_LEADER).decode())
+            host, port = network.parse_tcp(_awaited(_torchrun_store(identity)).decode())
         except (RuntimeError, ValueError) as error:
             raise RunError(
                 f"rank 0 did not connect within {GATHER_SECONDS:.0f} s: {str(error).splitlines()[0]}",
@@ -94,6 +95,20 @@ def leader(identity: RankIdentity, settings: LaunchSettings) -> tuple[str, int]:
             ) from None
     network.refuse_public(network.resolve(host)[1], trusted=settings.trust_network)
     return host, port
+
+
+def _awaited(store: Any) -> bytes:
+    """Return where rank 0 listens, as soon as it says so. A wait of torch's store takes no signals: it is cut short."""
+    end = time.monotonic() + GATHER_SECONDS
+    while True:
+        begun = time.monotonic()
+        try:
+            store.wait([_LEADER], datetime.timedelta(seconds=1))
+        except RuntimeError:
+            if time.monotonic() > end or time.monotonic() - begun < 0.5:  # the second: it is gone
+                raise
+        else:
+            return bytes(store.get(_LEADER))
 
 
 def store_of(identity: RankIdentity, settings: LaunchSettings, *, timeout_seconds: float) -> tuple[Any, str]:

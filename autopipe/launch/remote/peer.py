@@ -96,7 +96,11 @@ def _serve(identity: RankIdentity, stream: MessageStream, host: RankHost, signal
             beaten = time.monotonic()
             host.send_beats(now=False)
         while signals:
-            stream.send(protocol.Signaled(host.attempt, signals.pop(0)))
+            name = signals.pop(0)
+            if not host.attempt:  # nothing runs yet that rank 0 would have to stop
+                raise KeyboardInterrupt
+            if signal.Signals[name] in ENDING:
+                stream.send(protocol.Signaled(host.attempt, name))
         for message in stream.receive() if stream in ready else ():
             if isinstance(message, protocol.Finish):
                 return message.code
@@ -120,15 +124,15 @@ def _await_end(stream: MessageStream) -> None:
 def _signals_left_to_rank_0(received: list[str]) -> Iterator[None]:
     """Keep the signals that request the end of the run from ending this process: rank 0 handles them for all.
 
-    SIGTERM and SIGHUP may have been sent to this host alone: they are recorded. Ctrl-C and USR1 reach every process.
+    SIGTERM and SIGHUP may have been sent to this host alone: rank 0 is told. Ctrl-C and USR1 reach every process.
+    Before its rank starts, each of them ends this process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def record(number: int, frame: Any) -> None:
-        if number in ENDING:
-            received.append(signal.Signals(number).name)
+        received.append(signal.Signals(number).name)
 
     previous = {number: signal.signal(number, record) for number in STOPPING}
     try:

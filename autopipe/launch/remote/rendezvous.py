@@ -27,6 +27,7 @@ from typing import Any
 from autopipe import __version__
 from autopipe.errors import RunError, counted
 from autopipe.launch.rank.forked import ForkedRanks
+from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.remote import network, protocol
 from autopipe.launch.remote.connections import Connections, Lost
 from autopipe.launch.remote.identity import RankIdentity
@@ -39,6 +40,7 @@ from autopipe.launch.request import LaunchRequest, WorkerSpec
 LEAVE_SECONDS = 3.0
 # how long rank 0, after a failure, waits for processes that have not connected yet
 LATE_SECONDS = 10.0
+INTERRUPTED_SECONDS = 1.0  # after an interrupt
 # the kernel detects a lost host within ten seconds; see launch.remote.stream
 PATIENCE_SECONDS = 12.0
 _OTHER_DESCRIPTORS = 256  # of rank 0's process, besides one for each other process
@@ -131,15 +133,18 @@ class Rendezvous:
 
     # -- connecting and leaving --------------------------------------------------------------------------------------
 
-    def gather(self, seconds: float = protocol.GATHER_SECONDS) -> None:
+    def gather(self, seconds: float = protocol.GATHER_SECONDS, stop: StopRequest | None = None) -> None:
         """Wait until the process of every rank has connected, then stop listening.
 
-        Raises: RunError naming the ranks that did not connect, or one that does not fit the others.
+        Raises: RunError naming the ranks that did not connect, or one that does not fit the others; KeyboardInterrupt
+        if ``stop`` requests the end: there is nothing to save yet.
         """
         end = time.monotonic() + seconds
         world_size = self.identity.world_size
         while len(self.peers) < world_size - 1:
             self._admit(min(1.0, max(end - time.monotonic(), 0.0)))
+            if stop is not None and stop.signal_name:
+                raise KeyboardInterrupt
             gone = [(rank, peer) for rank, peer in self.peers.items() if peer.lost()]
             if gone:
                 raise RunError(
@@ -223,7 +228,7 @@ class Rendezvous:
         They exit after this process. If a launcher takes the first exit code, or then kills the others, the code and
         the message are those of rank 0.
         """
-        end = time.monotonic() + LATE_SECONDS
+        end = time.monotonic() + (INTERRUPTED_SECONDS if isinstance(error, KeyboardInterrupt) else LATE_SECONDS)
         while len(self.peers) < self.identity.world_size - 1 and time.monotonic() < end:
             with contextlib.suppress(RunError):
                 self._admit(0.2)
@@ -253,7 +258,7 @@ class Rendezvous:
         Raises: RunError if too few processes are left.
         """
         if not self._attempts:
-            self.gather()
+            self.gather(stop=request.stop)
         present = [peer for _, peer in sorted(self.peers.items()) if not peer.lost()]
         if len(present) + 1 < request.world_size:
             raise RunError(

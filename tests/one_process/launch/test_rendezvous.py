@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from autopipe import __version__
 from autopipe.errors import AutopipeError, RunError, WorkerError
-from autopipe.launch.rank.signals import STOPPING
+from autopipe.launch.rank.signals import STOPPING, StopRequest
 from autopipe.launch.remote import network
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.peer import connect, follow
@@ -194,6 +195,23 @@ def test_every_rank_ends_with_the_message_of_the_first_failure() -> None:
 def test_an_interrupt_of_rank_0_interrupts_every_rank() -> None:
     with led(KeyboardInterrupt()) as port, pytest.raises(KeyboardInterrupt):
         followed(port)
+
+
+def test_a_signal_ends_rank_0_while_it_waits_for_the_others() -> None:
+    stop = StopRequest()
+    stop.ask("SIGTERM")
+    with opened() as (rendezvous, _), pytest.raises(KeyboardInterrupt):
+        rendezvous.gather(stop=stop)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rank_that_waits_for_its_start(number: signal.Signals) -> None:
+    with opened(3) as (_, port):
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), number))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            follow(membership(1, 3, port), connect("127.0.0.1", port))
+        timer.join()
 
 
 def test_an_exception_of_rank_0_is_forwarded_without_its_traceback() -> None:
