@@ -240,12 +240,12 @@ _OWN = {
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module of torch that its code reads, such as the rate of a dropout."""
     kind: Any = type(module)  # a class is hashable
-    names = _names_in(kind)
+    names = names_in(kind)
     return {key: value for key, value in vars(module).items() if key in names and key not in _OWN}
 
 
 @functools.cache
-def _names_in(kind: type) -> frozenset[str]:
+def names_in(kind: type) -> frozenset[str]:
     """Return the names in the code of a class: those of all attributes that it reads, and more."""
     members = [member for owner in kind.__mro__ for member in vars(owner).values()]
     functions = [getattr(member, "fget", None) or getattr(member, "__func__", member) for member in members]

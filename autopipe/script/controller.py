@@ -162,7 +162,7 @@ class Controller:
             self._program_of[call] = program
         leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
         with plain(self.weights.tensors):
-            states = states_of(program.draws, self.count, self.model)
+            states = states_of(program.draws, self.count, self.model, leaves)
         keys = [self.new_key() for output in program.recording.outputs if output.dtype is not None]
         for rank in range(self.count):
             wanted = {name: leaves[name].detach() for name in self._inputs[program.number][rank]}
@@ -186,7 +186,7 @@ class Controller:
                 fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype)
             needs = grad and output.grad
             values.append(Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name))
-        return pytree.tree_unflatten(values, program.recording.form)
+        return program.recording.returned(self.model, values)
 
     def _here(self, args: Any, kwargs: Any) -> Any:
         """Run the model here on gathered weights: a call without gradients that cannot be recorded."""
@@ -293,6 +293,11 @@ class Controller:
             self._sent_modules[rank].update(modules)
             form["files"] = files_of(self.ranks.folder / form["folder"]) if self.ranks.needs_files(rank) else {}
             self.ranks.send(rank, ["program", form])
+
+    def forget(self, program: Program) -> None:
+        """Let a program go that no later call uses."""
+        del self._inputs[program.number]
+        self.send(["forget", program.number])
 
     def _sync_flags(self) -> None:
         now = {

@@ -52,6 +52,11 @@ def in_a_library(file: str) -> bool:
     return not file or file.startswith((_PACKAGE, *_TORCH, *_LIBRARIES, "<"))
 
 
+def in_autopipe(file: str) -> bool:
+    """Return whether a file is of autopipe."""
+    return file.startswith(_PACKAGE)
+
+
 def is_of_a_library(kind: type) -> bool:
     """Return whether a class is of autopipe, torch, Python or an installed package."""
     return is_library(sys.modules.get(str(kind.__module__)))

@@ -55,6 +55,7 @@ class Parts:
         self.sizes = self.sizes or parts.sizes
         sent = [self.controller.forward(own, keywords, grad=True) for own, keywords in parts.parts]
         complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
+        self._check_attributes(complete[0][0])
         self._check_rows(complete, parts, form)
         return self._joined(complete)
 
@@ -76,6 +77,13 @@ class Parts:
         with plain(controller.tensors()), silent():
             if check_samples(controller.model, args, kwargs, parts):
                 self._shown.add(form)
+
+    def _check_attributes(self, program: Program) -> None:
+        """Refuse attributes that the forward sets to tensors: those of the parts are not joined."""
+        recording = program.recording
+        for attribute in recording.attributes:
+            if any(recording.outputs[place].dtype is not None for place in attribute.places):
+                raise refused(f"the forward keeps a tensor of each part in {attribute.name}", ACCUMULATE)
 
     def _check_rows(self, sent: list[Sent], parts: Cut, form: Hashable) -> None:
         """Refuse outputs whose shape does not follow from the number of samples."""
@@ -113,7 +121,7 @@ class Parts:
                 controller.shared.add(key)
             values.append(Lazy.make(controller, key, fake, needs=output.grad, calls=calls, name=output.name))
             place += 1
-        return pytree.tree_unflatten(values, recording.form)
+        return recording.returned(controller.model, values)
 
     def lines(self) -> list[str]:
         """Return what to say at the start: the parts, the speed, and what is not bit-equal."""

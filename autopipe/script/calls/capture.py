@@ -24,30 +24,18 @@ from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
-from autopipe.script.calls.effects import EffectError, Effects, UnsettledError, computation, silent
+from autopipe.script.calls.accesses import Accesses, Reads
+from autopipe.script.calls.effects import Effects, computation, silent
+from autopipe.script.calls.errors import EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import hooks_of
+from autopipe.script.calls.outputs import Attribute, Output, bind_attributes, output_of, with_attributes
 from autopipe.script.calls.uses import is_serial
-from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
 from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
-from autopipe.trace.record.containers import attributes
 from autopipe.trace.record.follow import follow
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.result import Capture
-from autopipe.trace.state.snapshots.places import slots
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output of the call: a tensor, or a plain value in its place."""
-
-    constant: Any = None  # unless it is a tensor
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # None: not a tensor
-    grad: bool = False  # whether it needs a gradient
-    name: str = ""  # of its grad_fn
 
 
 @dataclass(frozen=True)
@@ -56,11 +44,18 @@ class Recording:
 
     capture: Capture
     inputs: dict[str, int]  # name of an input -> its place among the flat arguments
-    outputs: tuple[Output, ...]  # the flat results
+    outputs: tuple[Output, ...]  # the flat results, and what attributes are set to
     form: pytree.TreeSpec  # of the results
+    attributes: tuple[Attribute, ...]  # that the forward sets
+    reads: Reads  # the other attributes that it reads or sets
     constants: dict[str, Tensor]  # copies of the tensors that are neither parameter nor buffer, as recorded
     shared: bool  # whether two outputs, or an output and an input, share memory
     decided: bool  # whether decisions on numbers were recorded, with guards
+
+    def returned(self, model: nn.Module, values: list[Any]) -> Any:
+        """Return what the call returns, and set the attributes. ``values``: of the outputs."""
+        bind_attributes(model, self.attributes, values)
+        return pytree.tree_unflatten(values[: self.form.num_leaves], self.form)
 
     @property
     def graph(self) -> Graph:
@@ -137,13 +132,16 @@ def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tup
         for name, place in places.items():
             now[place] = item[name]
         again, keywords = pytree.tree_unflatten(now, form)
-        effects = Effects(model, settled=settled)
+        effects, accesses = Effects(model, settled=settled), Accesses(model)
         # the recorder sees only autocast regions that begin while it listens
-        with entered(autocast_now()), silent():
+        with entered(autocast_now()), silent(), accesses.observed():
             output = model(*again, **keywords)
-        effects.after(recorder)
+        effects.after(recorder, accesses)
         results["effects"], results["calls"] = effects, computation(recorder)
         outputs, results["form"] = pytree.tree_flatten(output)
+        outputs, results["attributes"] = with_attributes(outputs, effects.sets)
+        modules = list(map(id, model.modules()))
+        results["reads"] = accesses.reads({(modules[number], name) for number, name in effects.sets})
         results["outputs"] = outputs
         tensors = tuple(value for value in outputs if isinstance(value, Tensor))
         if not tensors:
@@ -178,49 +176,15 @@ def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tup
     recording = Recording(
         capture,
         places,
-        tuple(_output(value) for value in outputs),
+        tuple(output_of(value) for value in outputs),
         results["form"],
+        results["attributes"],
+        results["reads"],
         {name: tensor.detach().clone() for name, tensor in constants.items()},
         len(set(memory)) < len(memory) or any(name in places for name in graph.outputs),
         decided,
     )
     return recording, results["effects"], results["calls"]
-
-
-class Hidden:
-    """Stands for an object with tensors that the call returned, in which they cannot be replaced by lazy ones."""
-
-    def __init__(self, kind: str) -> None:
-        self.__dict__["_kind"] = kind
-
-    def _refuse(self, *args: Any) -> Any:
-        raise refused(
-            f"the {self.__dict__['_kind']} that the model returns has tensors, and no form that torch's pytree knows",
-            "torch.utils._pytree.register_dataclass, or a tuple or dict",
-        )
-
-    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __call__ = __eq__ = __reduce_ex__ = _refuse
-    __hash__ = object.__hash__
-
-
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, (str, bytes, int, float, complex, type, nn.Module)):
-        return False
-    if isinstance(value, dict):
-        return any(_holds_tensors(entry, depth - 1) for entry in value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_tensors(entry, depth - 1) for entry in value)
-    own = (*slots(value).values(), *(attributes(value) or {}).values())
-    return any(_holds_tensors(entry, depth - 1) for entry in own)
-
-
-def _output(value: Any) -> Output:
-    if not isinstance(value, Tensor):
-        return Output(Hidden(type(value).__qualname__) if _holds_tensors(value) else value)
-    name = value.grad_fn.name() if value.grad_fn is not None else ""
-    return Output(None, tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, name)
 
 
 # seconds per operation, byte and kernel of a processor of today: only their ratio matters for the cut

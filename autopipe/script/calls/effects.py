@@ -21,33 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopipe.errors import TraceError
+from autopipe.script.calls.accesses import Accesses
+from autopipe.script.calls.errors import DoneError, EffectError
 from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
+from autopipe.script.calls.inside import PLAIN
 from autopipe.script.calls.reached import UNSET, bind, value_in
 from autopipe.script.refusals import in_a_library
 from autopipe.trace.record.containers import attributes, refill
+from autopipe.trace.record.known import Known
 from autopipe.trace.record.recorder import Recorder
 
 _FLAG = "requires_grad"
 _ONCE = "which would happen only while the call is recorded"
-
-
-class UnsettledError(Exception):
-    """The forward sets attributes to constants. ``calls``: those that depend on more than constants."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__("the forward sets attributes to constants")
-        self.calls = calls
-
-
-class EffectError(TraceError):
-    """The forward does more than compute."""
-
-
-class DoneError(EffectError):
-    """The forward has done something that cannot be undone, so the call cannot run in the script's process either."""
+_RETURN = "return it; or count in a buffer"
 
 
 class Effects:
@@ -60,6 +49,7 @@ class Effects:
         self.model, self.settled = model, settled
         self.code = reached(model)
         self.kept = False
+        self.sets: dict[tuple[int, str], Any] = {}  # (module, name) of what it sets to outputs and plain values
         self._contents: list[tuple[Any, Any]] = []
         self._bindings = self.code.bindings()
         self._before = self._now(self._contents)
@@ -80,16 +70,26 @@ class Effects:
             key: name for key, (name, _) in every.items() if self._before.get(key, absent)[1] != now.get(key, absent)[1]
         }
 
-    def after(self, recorder: Recorder) -> None:
+    def after(self, recorder: Recorder, accesses: Accesses) -> None:
         """Look at what the forward has set, and undo it, except for attributes of modules.
+
+        ``sets`` has the attributes that it sets in every call to an output or a plain value, before it reads them.
 
         Raises: EffectError; DoneError for what cannot be undone.
         """
+        dependent, known = _dependent(recorder), recorder.writer.known
+        modules = list(self.model.modules())
+        self.sets = {
+            (number, name): value
+            for number, module in enumerate(modules)
+            for name, value in vars(module).items()
+            if accesses.is_set_first(module, name) and _is_settable(value, dependent, known)
+        }
         changed = self._changed()
+        changed = {key: name for key, name in changed.items() if not self._is_set(key)}
         computed = {key: name for key, name, count in self.code.memoized() if self._computed.get(key, 0) != count}
         if not changed and not computed:
             return
-        modules = list(self.model.modules())
         values: dict[Hashable, Any] = {}
         key: Any
         for key in changed:
@@ -101,15 +101,16 @@ class Effects:
         self._undo(changed)
         for function in self.code.functions_of(computed):
             function.cache_clear()  # the results are of the recording
-        dependent = _dependent(recorder)
-        known = recorder.writer.known
         for key, name in changed.items():
             kept = _tensors_in(values.get(key))
             if self.settled or any(not known.has(tensor) or known.node(tensor) in dependent for tensor in kept):
-                raise EffectError(f"the forward sets {name}, {_ONCE}")
+                raise EffectError(f"the forward sets {name}, {_ONCE}", remedy=_RETURN)
         if computed and self.settled:
             raise EffectError(f"{next(iter(computed.values()))} computes a result in every call, and keeps it")
         self.kept = True
+
+    def _is_set(self, key: Any) -> bool:
+        return isinstance(key, tuple) and key[0] == OF_A_MODULE and key[1:] in self.sets
 
     def _undo(self, changed: dict[Hashable, str]) -> None:
         """Restore globals, attributes of classes and the content of objects. Modules are restored by the recorder."""
@@ -124,12 +125,20 @@ class Effects:
         left = self._now([])
         for key, name in changed.items():
             if not _is_of_a_module(key) and left.get(key, ("", UNSET))[1] != self._before.get(key, ("", UNSET))[1]:
-                raise DoneError(f"the forward changes {name}, {_ONCE}")
+                raise DoneError(f"the forward changes {name}, {_ONCE}", remedy=_RETURN)
 
 
 def _is_of_a_module(key: Any) -> bool:
     """Return whether a place is an attribute of a module, or of a parameter. The recorder restores those."""
     return isinstance(key, tuple) and key[0] in (OF_A_MODULE, _FLAG)
+
+
+def _is_settable(value: Any, dependent: set[fx.Node], known: Known) -> bool:
+    """Return whether a value consists of tensors that depend on the inputs, and of plain values."""
+    return all(
+        (isinstance(leaf, FakeTensor) and known.has(leaf) and known.node(leaf) in dependent) or isinstance(leaf, PLAIN)
+        for leaf in pytree.tree_leaves(value)
+    )
 
 
 def _tensors_in(value: Any, depth: int = 3) -> list[Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopipe.script.calls.accesses import Reads, is_read
 from autopipe.script.calls.inside import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
 from autopipe.script.calls.reached import Reached
 from autopipe.script.settings import autocast_now
@@ -57,10 +58,10 @@ _KNOWN: dict[Hashable, list[_Search]] = {}
 """Searches by the classes of the modules, the last used first."""
 
 
-def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | None:
+def signature_of(flat: list[Any], form: Any, model: nn.Module, reads: Reads) -> Hashable | None:
     """Return what decides which recording a call needs; None if an argument is neither tensor nor number.
 
-    ``flat``, ``form``: the arguments as pytree gives them.
+    ``flat``, ``form``: the arguments as pytree gives them. ``reads``: what the forwards so far have read.
     """
     entries: list[Hashable] = []
     for value in flat:
@@ -76,17 +77,17 @@ def signature_of(flat: list[Any], form: Any, model: nn.Module) -> Hashable | Non
         str(form),
         tuple(entries),
         trained,
-        fingerprint(model),
+        fingerprint(model, reads),
         autocast_now(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
     )
 
 
-def fingerprint(model: nn.Module) -> Hashable:
-    """Return the value for a model at this moment."""
+def fingerprint(model: nn.Module, reads: Reads = None) -> Hashable:
+    """Return the value for a model at this moment. ``reads``: the attributes that count."""
     modules = list(model.modules())
-    _, content = _searched(modules)
+    _, content = _searched(modules, reads)
     registered: list[Hashable] = []
     for module in modules:
         for tensors in (module._modules, module._parameters, module._buffers):
@@ -98,10 +99,10 @@ def fingerprint(model: nn.Module) -> Hashable:
 def reached(model: nn.Module) -> Reached:
     """Return the places that the forwards of a model may read at this moment."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():  # a call that is recorded asks, too
-        return _searched(list(model.modules()))[0].code
+        return _searched(list(model.modules()), None)[0].code
 
 
-def _searched(modules: list[nn.Module]) -> tuple[_Search, Hashable]:
+def _searched(modules: list[nn.Module], reads: Reads) -> tuple[_Search, Hashable]:
     """Return the search of the code, and the values at its places.
 
     The values have the identity of every function and class that the search has found. So an earlier search holds for
@@ -115,7 +116,7 @@ def _searched(modules: list[nn.Module]) -> tuple[_Search, Hashable]:
         searches = _KNOWN[kinds] = []
     for position, search in enumerate(searches):
         search.code.registered = {id(module): module for module in modules}
-        content = _contents(modules, search.code)
+        content = _contents(modules, search.code, reads)
         if (content, search.code.sizes()) in search.contents:
             searches.insert(0, searches.pop(position))
             return search, content
@@ -127,7 +128,7 @@ def _searched(modules: list[nn.Module]) -> tuple[_Search, Hashable]:
         del searches[_MOST_SEARCHES:]
     if len(search.contents) >= _MOST_CONTENTS:
         search.contents.clear()
-    content = _contents(modules, code)
+    content = _contents(modules, code, reads)
     search.contents.add((content, code.sizes()))
     return search, content
 
@@ -148,12 +149,14 @@ def places(
     yield from code.values(description.of)
 
 
-def _contents(modules: list[nn.Module], code: Reached) -> Hashable:
+def _contents(modules: list[nn.Module], code: Reached, reads: Reads) -> Hashable:
     """Return what identifies the values at all places. Every call of the model waits for it."""
     description = _Description(code, None)
-    entries: list[Any] = []
+    entries: list[Any] = [reads]
     for module in modules:
         for key, value in attributes_of_module(module):
+            if not is_read(reads, module, key):
+                continue
             kind = type(value)
             if kind in _EXACT:
                 entries += (key, kind, value)

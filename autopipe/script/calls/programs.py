@@ -7,8 +7,10 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
+from autopipe.script.calls.accesses import Reads
 from autopipe.script.calls.capture import Program, Recording, record
-from autopipe.script.calls.effects import DoneError, UnsettledError, settle
+from autopipe.script.calls.effects import settle
+from autopipe.script.calls.errors import DoneError, EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import signature_of
 from autopipe.script.codec import UnsendableError, same_bytes
 from autopipe.script.refusals import place, refused
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from autopipe.script.controller import Controller
 
 MOST_PROGRAMS = 64
-"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; training is refused."""
+"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; for training, the one that was
+used longest ago is forgotten."""
 
 MOST_EVALUATIONS = 16
 """Signatures without gradients among them: text that is generated has another length in every call."""
@@ -29,7 +32,10 @@ class Programs:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
-        self._by_signature: dict[Hashable, Program | None] = {}  # None: this call runs here
+        # (reads, signature) of a call, the last used last -> its program; None: it runs here
+        self._by_signature: dict[tuple[Reads, Hashable], Program | None] = {}
+        self._union: Reads = frozenset()  # the attributes that all recorded forwards have read
+        self._reads: list[Reads] = []  # its values so far, the last used first
         self._unsettled: dict[Hashable, list[str]] = {}  # signatures whose forward keeps constants -> its calls
         self._numbers = itertools.count()
 
@@ -45,22 +51,25 @@ class Programs:
 
         Raises: RefusedError for a training call that cannot run in stages.
         """
-        signature = signature_of(flat, form, self.controller.model)
+        model = self.controller.model
+        for reads in list(self._reads):
+            key = (reads, signature_of(flat, form, model, reads))
+            if key in self._by_signature:
+                self._reads.insert(0, self._reads.pop(self._reads.index(reads)))
+                program = self._by_signature[key] = self._by_signature.pop(key)
+                if program is None or _same_constants(program):
+                    return program
+                break
+        signature = signature_of(flat, form, model, None)
         if signature is None:
             self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
             return None
-        if signature in self._by_signature:
-            program = self._by_signature[signature]
-            if program is None or _same_constants(program):
-                return program
         if signature in self._unsettled and settled is None:
             return self._settle(flat, form, args, kwargs, self._unsettled[signature], grad=grad)
         self.controller.check_tensors()
-        evaluations = sum(key[-1] is False for key in self._by_signature)  # type: ignore[index]  # tuples
-        if len(self._by_signature) >= MOST_PROGRAMS or (not grad and evaluations >= MOST_EVALUATIONS):
-            if grad:
-                raise refused(f"the model was called in more than {MOST_PROGRAMS} forms (shapes, modes, attributes)")
-            self._by_signature[signature] = None
+        evaluations = sum(key[-1] is False for _, key in self._by_signature)  # type: ignore[index]  # tuples
+        if not grad and (sum(1 for _ in self) >= MOST_PROGRAMS or evaluations >= MOST_EVALUATIONS):
+            self._keep(None, flat, form)
             return None
         program = None
         try:
@@ -74,8 +83,21 @@ class Programs:
             self._impossible(error, True)
         except (AutopipeError, UnsendableError) as error:
             self._impossible(error, grad or settled is not None)  # what has been set cannot be taken back
-        self._by_signature[signature] = program
+        self._keep(program, flat, form)
         return program
+
+    def _keep(self, program: Program | None, flat: list[Any], form: Any) -> None:
+        """Note the program of calls as this one, in place of the one that was used longest ago if they are many."""
+        if program is not None:
+            reads = program.recording.reads
+            self._union = None if reads is None or self._union is None else self._union | reads
+            if sum(1 for _ in self) >= MOST_PROGRAMS:
+                key, oldest = next((key, other) for key, other in self._by_signature.items() if other is not None)
+                del self._by_signature[key]
+                self.controller.forget(oldest)
+        if self._union not in self._reads:
+            self._reads.insert(0, self._union)
+        self._by_signature[self._union, signature_of(flat, form, self.controller.model, self._union)] = program
 
     def _settle(
         self, flat: list[Any], form: Any, args: Any, kwargs: Any, calls: list[str], *, grad: bool
@@ -93,7 +115,7 @@ class Programs:
         what = error.what if isinstance(error, AutopipeError) else str(error)
         if grad:
             where = error.where if isinstance(error, AutopipeError) else ""
-            remedy = error.remedy if isinstance(error, PlanError) else ""
+            remedy = error.remedy if isinstance(error, (PlanError, EffectError)) else ""
             wrong = refused(f"this call of the model cannot run in stages: {what}", remedy)
             wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
             raise wrong from error

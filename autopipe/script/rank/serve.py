@@ -87,6 +87,10 @@ class Rank:
         """Add the stages of a new signature of the call."""
         self.stages.add(form)
 
+    def forget(self, program: int) -> None:
+        """Drop the stages of a signature that no later call has."""
+        self.stages.programs.pop(program, None)
+
     def forward(self, call: int, program: int, inputs: dict[str, Any], state: Any, grad: bool, keys: list[int]) -> None:
         """Run the forward of a call. ``state``: of the random generator before it. ``keys``: of the outputs."""
         outputs = self.stages.forward(call, program, inputs, state, grad)

@@ -24,6 +24,8 @@ CASES = {
     "tied and frozen, several calls": ("tied_over_stages.py", ("--several", "--frozen"), ""),
     "several calls": ("several_calls.py", (), "several.pt"),
     "several calls, added in place": ("several_calls.py", ("--add",), "several.pt"),
+    "packed sequences": ("packed.py", (), "packed.pt"),
+    "attributes": ("attributes.py", (), "attributes.pt"),
     "tied": ("tied.py", (), "tied.pt"),
     "unfreezing": ("unfreezing.py", (), "unfreezing.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
