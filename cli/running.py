@@ -37,7 +37,10 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 @options.planning
 @options.shapes
 @options.option(
-    "--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps to compare."
+    "--steps",
+    type=types.COUNT,
+    metavar="K",
+    help="Optimizer steps to compare. [default: 3, or the staleness of the schedule and 2]",
 )
 @options.option("--full-batch", is_flag=True, help="Also compare every parameter with one step of the full batch.")
 @options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest gradient norm.")
@@ -51,7 +54,8 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     parameters sum gradients in a different order than one process; the plain loop then uses that order. With bf16 or
     fp16, on a GPU, or with --compile, a tensor may differ by 1e-6 of its largest value, or by a multiple of the change
     that summing the microbatches in reverse order makes, or that the compiler makes in the plain loop: 4 times for the
-    tensor itself, 16 times for the median tensor.
+    tensor itself, 16 times for the median tensor. The state of the optimizer is compared as well, and an evaluation if
+    the model file has evaluation data.
 
     The plain loop runs the same microbatches. The report also says how much their gradient differs from that of the
     full batch. The model file is code, and it is run.

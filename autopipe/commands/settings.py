@@ -159,7 +159,7 @@ class CheckSettings:
 
     plan: PlanSettings
     _: KW_ONLY
-    steps: int = 2  # optimizer steps to compare
+    steps: int | None = None  # optimizer steps to compare; None: 3, or the staleness of the schedule and 2
     full_batch: bool = False  # also compare every parameter with one step of a full batch
     clip_grad_norm: float = 0.0  # 0: no clipping
     compile: bool = False  # compile the stages

@@ -292,11 +292,18 @@ class RankSession:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch_size: int | None, step: int, reader: str = "") -> None:
+    def evaluate(
+        self,
+        batch_size: int | None,
+        step: int,
+        reader: str = "",
+        items: Callable[[int], Iterator[Any]] | None = None,
+    ) -> None:
         """Run the evaluation data through the stages, forward only, and report the mean loss after ``step`` steps.
 
         ``batch_size`` defaults to that of training, if the evaluation data takes one. ``reader`` is one of
-        DATA_READERS; "" is the reader of training, because the two sources of data may share state.
+        DATA_READERS; "" is the reader of training, because the two sources of data may share state. ``items``: epoch ->
+        minibatches, in place of the evaluation data.
 
         Evaluation mode, without gradients and steps: statistics, random state and schedule state do not change.
         """
@@ -306,7 +313,8 @@ class RankSession:
         samples = 0
         with self._eval_mode():
             batches = self._reader(
-                lambda epoch: self.workload.evaluation_items(batch_size, default=self.job.batch_size or None),
+                items
+                or (lambda epoch: self.workload.evaluation_items(batch_size, default=self.job.batch_size or None)),
                 reader or self.job.data_reader,
                 epochs=1,
                 training=False,

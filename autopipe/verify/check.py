@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from autopipe.errors import counted
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
@@ -25,7 +27,8 @@ from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
 from autopipe.verify.compiled_model import CompiledModel
-from autopipe.verify.in_stages import Gradients, Trained, fresh, same, train_in_stages
+from autopipe.verify.evaluated import can_be_compared, plain_evaluation
+from autopipe.verify.in_stages import AVERAGE, Gradients, Trained, fresh, same, states_of, train_in_stages
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import (
     ENLARGED,
@@ -72,6 +75,8 @@ class _Plain:
                 gradient = self.forced.get((step, name)) if self.forced is not None else None
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
+        subject = Subject(self.workload, self.device) if subject is None else subject
+        before = {name: buffer.detach().clone() for name, buffer in subject.buffers().items()}
         run = plain_training(
             self.workload,
             fresh(self.items),
@@ -80,11 +85,17 @@ class _Plain:
             subject=subject,
             on_gradients=keep,
         )
-        parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
-        moving = self.context.graph.moving
-        parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
-        trained.finish(parameters, run.subject.buffers(), run.losses)
-        del parameters, run, subject
+        parameters = {name: parameter.data for name, parameter in subject.parameters.items()}
+        moving, aliases = self.context.graph.moving, self.context.graph.aliases
+        parameters.update({f"{AVERAGE}{name}": tensor for name, tensor in run.averages.items() if name in moving})
+        buffers = subject.buffers()
+        changed = (name for name, buffer in before.items() if not same(buffers.get(name), buffer))
+        trained.moved = frozenset(aliases.get(name, name) for name in changed)
+        trained.states = states_of(run.optimizer, subject.parameters)
+        trained.finish(parameters, {aliases.get(n, n): buffer for n, buffer in buffers.items()}, run.losses)
+        if self.context.plan.workload.precision == "fp16":
+            trained.note_skipped()
+        del parameters, buffers, before, run, subject
         release(self.device)
         return trained
 
@@ -103,9 +114,19 @@ class _Plain:
 
 
 def compare(
-    workload: Workload, run: RunDirectory, job: Job, context: RunContext, items: Sequence[Any], *, draws: bool
+    workload: Workload,
+    run: RunDirectory,
+    job: Job,
+    context: RunContext,
+    items: Sequence[Any],
+    *,
+    draws: bool,
+    evaluate: bool = False,
 ) -> Comparison:
-    """Train ``items`` by the plain loop and in stages with ranks as threads, and compare the results."""
+    """Train ``items`` by the plain loop and in stages with ranks as threads, and compare the results.
+
+    ``evaluate``: compare an evaluation of the first of them, too.
+    """
     plan, order = context.plan, SumOrder.of(context)
     settings = PlainSettings(
         plan.num_microbatches,
@@ -122,7 +143,8 @@ def compare(
     torch.set_num_threads(job.threads)
     try:
         # first: the ranks determine the shares of batches of other shapes
-        trained, shares = train_in_stages(workload, run, job, context, items)
+        evaluated = items[:1] if evaluate and can_be_compared(workload, items[0], settings, loop.device) else ()
+        trained, shares = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
         loop = replace(loop, settings=replace(settings, shares=shares.__getitem__))
         plain = loop.train()
         orders = _Orders()
@@ -142,6 +164,8 @@ def compare(
             loop = replace(loop, forced=trained.gradients)
             reference = loop.in_order(order)
         worst = _differences(trained, reference, context, job)
+        for name in _reported(context, plain) - trained.buffers.keys():
+            worst.add(name, None, plain.buffers[name])
         noise = Worst()
         if reasons:
             noise = noise_between(reference, loop.in_order(order, reverse=True))
@@ -156,7 +180,8 @@ def compare(
             reasons = (*reasons, _add_noise_of_compiler(noise, loop, reference, order))
     finally:
         torch.set_num_threads(threads)
-    owners = _owners(context)
+    owners, skipped = _owners(context), len(reference.skipped)
+    nothing = f"all {counted(skipped, 'step')} overflow in float16 and are skipped" if skipped == len(items) else ""
     first = [
         n for (step, n), g in reference.gradients.items() if not step and not same(trained.gradients.get((0, n)), g)
     ]
@@ -164,10 +189,10 @@ def compare(
         tuple(
             TensorDifference(
                 name,
-                error,
+                _with_state(error, worst, noise, name),
                 name not in worst.unequal,
                 owners.get(name.removeprefix("ema."), -1),
-                noise.errors.get(name, 0.0),
+                max(noise.errors.get(name, 0.0), noise.states.get(name, 0.0)),
                 worst.gradients.get(name, 0.0),
                 noise.gradients.get(name, 0.0),
                 orders.errors.get(name, 0.0),
@@ -182,12 +207,51 @@ def compare(
         not reasons,
         reasons,
         statistics.median(noise.errors.values()) if noise.errors else 0.0,
-        nonfinite(trained.losses, reference.losses, worst.nonfinite),
+        nonfinite(trained.losses, reference.losses, worst.nonfinite) or nothing,
         statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
         why_another_order(context),
         not first and trained.losses[:1] == reference.losses[:1],
         all(same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
         tuple(first),
+        tuple(sorted(name for name in worst.unequal if not worst.errors[name])),
+        skipped,
+        _left_out(context, job),
+        _evaluation(trained, loop),
+    )
+
+
+def _evaluation(trained: Trained, loop: _Plain) -> tuple[float, ...]:
+    """Return the loss of the evaluation after training, and that of the model; () if there was none."""
+    if not trained.evaluation:
+        return ()
+    plain = plain_evaluation(loop.workload, loop.items[0], trained, loop.settings, loop.device)
+    return trained.evaluation[-1], plain
+
+
+# a state that rounding changes by more is the state for a gradient that is zero but for rounding
+_MOST_OF_STATE = 0.1
+
+
+def _with_state(error: float, worst: Worst, noise: Worst, name: str) -> float:
+    """Return the error of a tensor, the optimizer's state for it included if it is more than rounding."""
+    if max(noise.errors.get(name, 0.0), noise.states.get(name, 0.0)) >= _MOST_OF_STATE:
+        return error
+    return max(error, worst.states.get(name, 0.0))
+
+
+def _reported(context: RunContext, plain: Trained) -> set[str]:
+    """Return the buffers that stages must report: those that a stage has, or that training changes."""
+    of_stages = {name for stage in context.plan.stages for name in stage.buffers}
+    return (of_stages | plain.moved) & plain.buffers.keys()
+
+
+def _left_out(context: RunContext, job: Job) -> tuple[str, ...]:
+    averaged = set() if job.deferred_batch_norm else _averaged_in_flight(context)
+    if not averaged:
+        return ()
+    return (
+        f"{counted(len(averaged), 'buffer')} of replicated stages ({min(averaged)}) compared with nothing: replicas "
+        "average them while later microbatches run, which no plain loop does",
     )
 
 
@@ -229,15 +293,20 @@ def _differ(one: Trained, other: Trained, loop: _Plain) -> bool:
 
 def _differences(trained: Trained, plain: Trained, context: RunContext, job: Job) -> Worst:
     worst = Worst()
-    scaled = context.plan.workload.precision == "fp16"
+    skipped = trained.skipped & plain.skipped
     for key, gradient in plain.gradients.items():
-        worst.add_gradient(key[1], trained.gradients.get(key), gradient, may_overflow=scaled)
+        worst.add_gradient(key[1], trained.gradients.get(key), gradient, skipped=key[0] in skipped)
     for name, parameter in plain.parameters.items():
         worst.add(name, trained.parameters.get(name), parameter)
     averaged = set() if job.deferred_batch_norm else _averaged_in_flight(context)
     for name, buffer in plain.buffers.items():
         if name in trained.buffers and name not in averaged:
             worst.add(name, trained.buffers[name], buffer)
+    for name, values in plain.states.items():
+        worst.add_state(name, trained.states.get(name, {}), values)
+    for name in (trained.unlike & worst.errors.keys()) - averaged:
+        worst.errors[name] = math.inf
+        worst.unequal.add(name)
     return worst
 
 

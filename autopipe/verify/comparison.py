@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,14 @@ class Comparison:
     first_weights: bool = True
     # parameters whose first gradient is not
     unequal_gradients: tuple[str, ...] = ()
+    # parameters that are equal, with all gradients, while the optimizer's state for them is not
+    unequal_states: tuple[str, ...] = ()
+    # how many of the steps a loss scale skipped, because a gradient was not finite
+    skipped: int = 0
+    # what is compared with nothing, and why
+    left_out: tuple[str, ...] = ()
+    # the loss of an evaluation in stages, and of the model with the same weights; (): none was compared
+    evaluation: tuple[float, ...] = ()
 
     @property
     def order_error(self) -> float:
@@ -108,58 +116,90 @@ class Comparison:
     @property
     def bitwise(self) -> bool:
         """Whether everything is equal to the last bit, losses included."""
-        return not self.nonfinite and all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
+        same = all(a == b for a, b in self._evaluations) and self.losses == self.reference_losses
+        return not self.nonfinite and all(d.bitwise for d in self.differences) and same
 
     @property
     def max_relative_error(self) -> float:
         """The largest error of any tensor or loss, without ``rounding_alone``."""
-        losses = [scalar_error(a, b) for a, b in zip(self.losses, self.reference_losses, strict=True)]
+        pairs = (*zip(self.losses, self.reference_losses, strict=True), *self._evaluations)
+        losses = [scalar_error(a, b) for a, b in pairs]
         alone = {*self.rounding_alone}
         return max([d.error for d in self.differences if d.name not in alone] + losses, default=0.0)
 
     @property
     def equal(self) -> bool:
         """Whether everything is as equal as docs/semantics.md promises. A value that is not finite is never equal."""
-        if self.nonfinite:
-            return False
+        return not self.nonfinite and not self.different
+
+    @property
+    def _evaluations(self) -> list[tuple[float, float]]:
+        return [(self.evaluation[0], self.evaluation[1])] if self.evaluation else []
+
+    @property
+    def different_evaluation(self) -> bool:
+        """Whether the evaluation differs by more than is promised."""
+        bound = 0.0 if self.promised else allowed(self.noise)
+        return any(a != b and scalar_error(a, b) > bound for a, b in self._evaluations)
+
+    @property
+    def different(self) -> bool:
+        """Whether something differs by more than docs/semantics.md promises.
+
+        A value that is finite on one side only differs; one that is finite on neither proves nothing.
+        """
+        pairs = zip(self.losses, self.reference_losses, strict=True)
+        losses = [(a, b) for a, b in (*pairs, *self._evaluations) if math.isfinite(a) or math.isfinite(b)]
         if self.promised:
-            return self.bitwise
-        losses = zip(self.losses, self.reference_losses, strict=True)
-        return all(scalar_error(a, b) <= allowed(self.noise) for a, b in losses) and all(
-            d.error <= allowed(self.noise, d.noise) and d.gradient <= allowed(self.gradient_noise, d.gradient_noise)
+            return any(a != b for a, b in losses) or not all(d.bitwise for d in self.differences)
+        return any(scalar_error(a, b) > allowed(self.noise) for a, b in losses) or any(
+            d.error > allowed(self.noise, d.noise) or d.gradient > allowed(self.gradient_noise, d.gradient_noise)
             for d in self.differences
         )
 
 
 @dataclass(slots=True)
 class Worst:
-    """Collects the largest difference of each tensor, and of its gradients alone."""
+    """Collects the largest difference of each tensor, of its gradients alone, and of the optimizer's state for it."""
 
     errors: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    states: dict[str, float] = field(default_factory=dict)
     unequal: set[str] = field(default_factory=set)
     nonfinite: list[str] = field(default_factory=list)
 
     def add_gradient(
-        self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
+        self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, skipped: bool = False
     ) -> None:
-        """Compare a gradient. ``may_overflow``: both sides may exceed the range of float16."""
-        error = self.add(name, ours, theirs, may_overflow=may_overflow)
+        """Compare a gradient. ``skipped``: of a step that a loss scale skips on both sides."""
+        error = self.add(name, ours, theirs, skipped=skipped)
         self.gradients[name] = max(self.gradients.get(name, 0.0), error)
 
-    def add(
-        self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
-    ) -> float:
+    def add_state(self, name: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+        """Compare the state of the optimizer for a parameter."""
+        errors = Worst()
+        for key in {**ours, **theirs}:
+            errors.add(name, ours.get(key), theirs.get(key))
+        self.states[name] = max(self.states.get(name, 0.0), errors.errors.get(name, 0.0))
+        self.unequal |= errors.unequal
+
+    def add(self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, skipped: bool = False) -> float:
         """Compare a tensor and return its relative error."""
         if ours is None or theirs is None:
-            same = ours is None and theirs is None
-            error = 0.0 if same else float("inf")
+            error = 0.0 if ours is None and theirs is None else float("inf")
+            same = not error
         else:
             same = sparse.equal(ours, theirs)
-            same = same or (may_overflow and _overflowed(ours) and _overflowed(theirs))
             error = 0.0 if same else relative_error(ours, theirs)
-            if not same and _holds_nan(ours) and _holds_nan(theirs):
-                self.nonfinite.append(name)
+            if not math.isfinite(error) and ours.shape == theirs.shape:
+                error, one_sided = _errors_of_nonfinite(ours, theirs)
+                same = not error and not one_sided
+                if skipped:
+                    error = max(error, one_sided)
+                elif one_sided:
+                    error = float("inf")
+                else:
+                    self.nonfinite.append(name)
         self.errors[name] = max(self.errors.get(name, 0.0), error)
         if not same:
             self.unequal.add(name)
@@ -178,13 +218,12 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
 
 
-def _holds_nan(tensor: torch.Tensor) -> bool:
-    return bool(sparse.dense(tensor).isnan().any())
-
-
-def _overflowed(tensor: torch.Tensor) -> bool:
-    """Return whether a gradient exceeded the range of float16: both sides skip the step and reduce the scale."""
-    return not bool(sparse.dense(tensor).isfinite().all())
+def _errors_of_nonfinite(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
+    """Return the error of the elements that are finite on both sides, and the part that is so on one side only."""
+    a, b = sparse.wide(ours), sparse.wide(theirs)
+    both = a.isfinite() & b.isfinite()
+    one_sided = (a.isfinite() ^ b.isfinite()).double().mean()
+    return relative_error(a[both], b[both]), float(one_sided)
 
 
 def nonfinite(losses: Sequence[float], reference: Sequence[float], tensors: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ class CompiledModel(Subject):
 
     def _generated(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.num_graphs += 1
+        _inline_checkpoints(graph)
         random = _random_nodes(graph, inputs)
         number, part_of = 0, {}
         previous: Node | None = None
@@ -78,6 +79,25 @@ class CompiledModel(Subject):
         if self._draws is None:
             raise UncompilableError("a model that draws nothing draws random numbers")
         return self._draws
+
+
+def _inline_checkpoints(graph: GraphModule) -> None:
+    """Replace calls of ``checkpoint()`` by what they call: a call is one node, and keeps no random number apart."""
+    checkpoints = torch.ops.higher_order.tag_activation_checkpoint
+    while calls := [node for node in graph.graph.nodes if node.target is checkpoints]:
+        call = calls[0]
+        body, *arguments = call.args
+        assert isinstance(body, Node)
+        inner = graph.get_submodule(str(body.target))
+        assert isinstance(inner, GraphModule)
+        places = [node for node in inner.graph.nodes if node.op == "placeholder"]
+        with graph.graph.inserting_before(call):
+            values: Any = graph.graph.graph_copy(inner.graph, dict(zip(places, arguments, strict=True)))
+        for user in list(call.users):  # each takes one of the results
+            user.replace_all_uses_with(values[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(call)
+    graph.recompile()
 
 
 class _Seeded(nn.Module):

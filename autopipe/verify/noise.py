@@ -25,14 +25,18 @@ _MOST_OF_PATH = {"fp32": GRADIENT_TOLERANCE, "bf16": 0.02, "fp16": 0.02}
 
 
 def noise_between(one: Trained, other: Trained) -> Worst:
-    """Return the differences between two plain loops."""
+    """Return the differences between two plain loops. If they skip other steps, nothing is noise."""
     worst = Worst()
+    if one.skipped != other.skipped:
+        return worst
     for key, gradient in one.gradients.items():
-        worst.add_gradient(key[1], other.gradients.get(key), gradient)
+        worst.add_gradient(key[1], other.gradients.get(key), gradient, skipped=key[0] in one.skipped)
     for name, parameter in one.parameters.items():
         worst.add(name, other.parameters[name], parameter)
+    for name, values in one.states.items():
+        worst.add_state(name, other.states.get(name, {}), values)
     # infinite noise would allow every difference
-    worst.errors, worst.gradients = finite(worst.errors), finite(worst.gradients)
+    worst.errors, worst.gradients, worst.states = map(finite, (worst.errors, worst.gradients, worst.states))
     return worst
 
 
@@ -43,7 +47,8 @@ def finite(errors: Mapping[str, float]) -> dict[str, float]:
 
 def add_noise(noise: Worst, other: Worst) -> None:
     """Add another sample to ``noise``."""
-    for known, more in ((noise.errors, other.errors), (noise.gradients, other.gradients)):
+    pairs = ((noise.errors, other.errors), (noise.gradients, other.gradients), (noise.states, other.states))
+    for known, more in pairs:
         for name, error in more.items():
             known[name] = max(known.get(name, 0.0), error)
 
@@ -55,7 +60,7 @@ def noise_of_compiler(eager: Trained, compiled: Trained, precision: str) -> tupl
     others = {name: gradient for (step, name), gradient in compiled.gradients.items() if not step}
     errors = gradient_errors(first, others)
     large = too_large_for_a_compiler(errors, precision)
-    for known in (noise.errors, noise.gradients):
+    for known in (noise.errors, noise.gradients, noise.states):
         for name in large:
             known.pop(name, None)
     usual = statistics.median(errors.values()) if errors else 0.0
@@ -93,7 +98,7 @@ def noise_of_path(plain: Trained, captured: Trained, precision: str) -> tuple[Wo
     difference = noise_between(plain, captured)
     limit = _MOST_OF_PATH[precision]
     large = sorted(name for name, error in difference.errors.items() if error > limit)
-    for errors in (difference.errors, difference.gradients):
+    for errors in (difference.errors, difference.gradients, difference.states):
         for name in large:
             errors.pop(name, None)
     text = f"the captured path differs from the model's own by {max(difference.errors.values(), default=0.0):.1e}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,6 +182,16 @@ def plain_training(
         if on_step is not None:
             on_step(step, loss)
     return run
+
+
+def evaluation(
+    subject: Subject, item: Any, settings: PlainSettings, device: torch.device | None, workload: Workload
+) -> float:
+    """Return the loss of a minibatch in evaluation mode."""
+    settings = replace(settings, order=None, deferred_batch_norm=False)
+    subject.model.eval()
+    with torch.no_grad():
+        return _minibatch(workload, _Sums(subject, settings), item, 0, settings, device, None)[0]
 
 
 def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:

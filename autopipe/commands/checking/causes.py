@@ -163,6 +163,14 @@ def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
     """Return the error for a comparison that is not equal: the first difference, its stage and the likely cause."""
     graph, plan = prepared.graph, prepared.plan
     worst = max(comparison.differences, key=lambda d: d.error)
+    if comparison.different_evaluation and all(d.bitwise for d in comparison.differences):
+        return RunError(
+            f"the evaluation of a minibatch is {comparison.evaluation[0]!r} in stages, and "
+            f"{comparison.evaluation[1]!r} by the model in evaluation mode, with the same weights and buffers",
+            where=prepared.workload.spec.target,
+            remedy="let what the model does in evaluation mode depend on module.training alone; or evaluate elsewhere: "
+            "autopipe export",
+        )
     written = _changes_input(graph)
     if written is not None and not comparison.first_gradients:
         node, name = written
@@ -181,6 +189,15 @@ def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
             remedy="let the optimizer step each parameter from its own gradient and state: without a norm or count "
             "over all parameters (--clip-grad-norm X clips over all stages), a position in the list, random numbers, "
             f"or parameters that were not passed to it; {_COMPLETE if plan.shard_optimizer else _ONE_STAGE}",
+        )
+    if comparison.unequal_states and comparison.first_gradients and worst.name in comparison.unequal_states:
+        return RunError(
+            f"the state of the optimizer differs from plain training after {counted(len(comparison.losses), 'step')}, "
+            f"for {counted(len(comparison.unequal_states), 'parameter')} such as {worst.name} "
+            f"in {_label(prepared, worst.owner)}",
+            where=prepared.workload.stepping.optimizer_place,
+            remedy="let the optimizer keep for each parameter what its own gradients give, and in a group nothing that "
+            f"depends on the other parameters; {_COMPLETE if plan.shard_optimizer else _ONE_STAGE}",
         )
     attribute = "" if comparison.first_gradients else differing_attribute(prepared.workload)
     if attribute:

@@ -40,13 +40,21 @@ from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.trace.loss.coupling import normalised_layers
-from autopipe.verify.check import compare
+from autopipe.verify.check import compare, staleness
 from autopipe.verify.comparison import Comparison
+from autopipe.verify.overflow import until_taken
+from autopipe.verify.plain import PlainSettings
 from autopipe.workload.batches.items import kept
 from autopipe.workload.target.targets import in_full
 
-# steps to compare before a new plan's first step: two, because some differences appear only in the second
-_FIRST_STEPS = 2
+# the fewest steps to compare by default: the third reads the optimizer's state that the second changed
+_FEWEST_STEPS = 3
+
+
+def steps_to_compare(prepared: Prepared) -> int:
+    """Return how many steps show every difference of a schedule: the oldest weights are not the initial ones."""
+    stale = staleness(RunContext.of(prepared.plan, prepared.graph))
+    return max(_FEWEST_STEPS, max(stale.values(), default=0) + 2)
 
 
 def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
@@ -86,11 +94,12 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
         wanted = Wanted(
-            steps=settings.steps,
+            steps=settings.steps or steps_to_compare(prepared),
             clip_grad_norm=settings.clip_grad_norm,
             deferred_batch_norm=settings.deferred_batch_norm,
             ema=settings.plan.ema or 0.0,
             compile=settings.compile,
+            evaluate=_evaluates(prepared),
             full_batch="step" if settings.full_batch else "gradient",
         )
         compared = _compare(prepared, wanted)
@@ -141,11 +150,21 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty epoch raises
-    items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), wanted.steps)]
-    full = items[-1]
-    samples = workload.num_samples(full)
-    if samples > 1 and workload.cuts_by_dimension(full) and not _leaves_one(prepared, samples):
-        items[-1] = workload.resized(full, samples - 1)
+    source = map(kept, itertools.chain.from_iterable(epochs))
+
+    def last(item: Any) -> Any:
+        samples = workload.num_samples(item)
+        smaller = samples > 1 and workload.cuts_by_dimension(item) and not _leaves_one(prepared, samples)
+        return workload.resized(item, samples - 1) if smaller else item
+
+    if plan.workload.precision == "fp16":
+        settings = PlainSettings(plan.num_microbatches, plan.workload.seed, _draws(prepared))
+        items = until_taken(workload, source, wanted.steps, settings, torch.device(place.device), last)
+        full = items[0]
+    else:
+        items = list(itertools.islice(source, wanted.steps))
+        full = items[-1]
+        items[-1] = last(full)
     job = Job(
         steps=len(items),
         epochs=0,
@@ -163,7 +182,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         compile=wanted.compile,
     )
     try:
-        result = _compared(prepared, job, items)
+        result = _compared(prepared, job, items, evaluate=wanted.evaluate)
     except Exception as error:
         if out_of_memory(error, place.device):
             raise
@@ -176,14 +195,23 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         if not result.nonfinite or not _refuses(prepared, items[-1], place.device):
             return result
     # the model rejects the smaller minibatch, which training does not need: compare without it
-    return _compared(prepared, job, [*items[:-1], full])
+    return _compared(prepared, job, [*items[:-1], full], evaluate=wanted.evaluate)
 
 
-def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
+def _compared(prepared: Prepared, job: Job, items: Sequence[Any], *, evaluate: bool) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
         run = write_run(Path(scratch), job, prepared)
-        draws = any(node.num_random for node in prepared.graph.nodes)
-        return compare(prepared.workload, run, job, RunContext.of(prepared.plan, prepared.graph), items, draws=draws)
+        context = RunContext.of(prepared.plan, prepared.graph)
+        return compare(prepared.workload, run, job, context, items, draws=_draws(prepared), evaluate=evaluate)
+
+
+def _evaluates(prepared: Prepared) -> bool:
+    """Return whether the model can be evaluated in stages."""
+    return prepared.workload.has_evaluation_data and not prepared.evaluation_note
+
+
+def _draws(prepared: Prepared) -> bool:
+    return any(node.num_random for node in prepared.graph.nodes)
 
 
 def _refuses(prepared: Prepared, item: Any, device: str) -> bool:
@@ -211,18 +239,23 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     Raises: RunError with the cause if they are not equal, or prove nothing.
     """
     marker = settings.plan.work_dir / "checked"
+    steps = steps_to_compare(prepared)
     wanted = Wanted(
-        steps=_FIRST_STEPS,
+        steps=min(steps, settings.steps or steps),
         clip_grad_norm=settings.clip_grad_norm or 0.0,
         deferred_batch_norm=settings.deferred_batch_norm,
         ema=settings.plan.ema or 0.0,
         compile=bool(settings.compile),
+        evaluate=_evaluates(prepared),
     )
-    known = _mark(prepared, (wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile))
+    known = _mark(
+        prepared, (wanted.steps, wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile)
+    )
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
-        events("note", {"text": f"the first {_FIRST_STEPS} steps were compared before, with the same code and options"})
-        return _FIRST_STEPS
-    events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
+        text = f"the first {counted(wanted.steps, 'step')} were compared before, with the same code and options"
+        events("note", {"text": text})
+        return wanted.steps
+    events("progress", {"what": f"comparing {counted(wanted.steps, 'step')} with plain training", "fraction": 0.0})
     hidden = hidden_cause(prepared)
     if hidden is not None:
         raise hidden
@@ -232,6 +265,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     result = compared.comparison
     if result is None:
         return 0
+    if result.different:
+        raise unequal(result, prepared)
     if result.nonfinite:
         if settings.on_nonfinite == "stop":
             raise RunError(
@@ -240,8 +275,6 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
             )
         events("note", {"text": f"warning: the comparison of the first steps proves nothing: {result.nonfinite}"})
         return 0
-    if not result.equal:
-        raise unequal(result, prepared)
     with marker.open("a", encoding="utf-8") as file:
         file.write(known + "\n")
     kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
@@ -249,8 +282,12 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
         kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
     if settings.compile:
         kind += f" (tolerance {result.tolerance:.1e}: --compile rounds differently than eager code)"
-    events("note", {"text": f"{_FIRST_STEPS} steps compared with plain training: equal, {kind}"})
-    return _FIRST_STEPS
+    if result.skipped:
+        kind += f"; {counted(result.skipped, 'step')} of them skipped, because a gradient overflows in float16"
+    for text in result.left_out:
+        events("note", {"text": text})
+    events("note", {"text": f"{counted(len(result.losses), 'step')} compared with plain training: equal, {kind}"})
+    return len(result.losses)
 
 
 def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
@@ -279,7 +316,14 @@ def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | N
         bitwise=comparison.bitwise and cause is None,
         max_relative_error=_finite(comparison.max_relative_error),
         parameters=parameters,
-        warnings=(*prepared.warnings, *comparison.orders, *comparison.reasons, *rounding),
+        warnings=(
+            *prepared.warnings,
+            *comparison.orders,
+            *comparison.reasons,
+            *rounding,
+            *_skipped(comparison),
+            *comparison.left_out,
+        ),
         losses=comparison.losses,
         reference_losses=comparison.reference_losses,
         notes=prepared.notes,
@@ -292,6 +336,13 @@ def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | N
         modules=tuple(stage.modules for stage in prepared.plan.stages),
         gradient_error=_finite(max((d.gradient for d in comparison.differences if d.name not in alone), default=0.0)),
     )
+
+
+def _skipped(comparison: Comparison) -> list[str]:
+    if not comparison.skipped:
+        return []
+    steps = counted(len(comparison.losses), "step")
+    return [f"a gradient overflows in float16 in {comparison.skipped} of {steps}, which are skipped on both sides"]
 
 
 def _finite(error: float) -> float:

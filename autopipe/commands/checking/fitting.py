@@ -5,7 +5,7 @@ complete model, which a pipeline of several GPUs exists to divide. Its size is e
 
     device   max(sum of the planned peaks of all ranks, the plain loop)
     plain    (1 + staleness) W + G + O + A        as in planning.cost.memory, for the complete model
-    host     RUNS (steps G + 2 W) + 2 W           the results to compare, and the model while it is built
+    host     RUNS (steps G + 2 W + O) + 2 W       the results to compare, and the model while it is built
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def need_of(prepared: Prepared, steps: int) -> Need:
     weights, trained = sum(sizes), profile.trained_bytes
     saved = sum(cost.saved_bytes for cost in profile.at(plan.microbatch_size).costs.values())
     versions = 1 + max(staleness(RunContext.of(plan, graph)).values(), default=0)
-    plain = versions * weights + trained + round(profile.optimizer_bytes_per_byte * trained) + saved
+    state = round(profile.optimizer_bytes_per_byte * trained)
+    plain = versions * weights + trained + state + saved
     stages = sum(stage.peak_bytes * stage.replicas for stage in plan.stages)
     nearest = min(profile.measurements, key=lambda m: abs(m.microbatch_size - plan.microbatch_size))
     once = sum(work.forward.flops + work.backward.flops for work in nearest.work.values()) / nearest.microbatch_size
     samples = plan.microbatch_size * plan.num_microbatches * steps
-    results = _RUNS * (steps * trained + 2 * weights) + 2 * weights
+    results = _RUNS * (steps * trained + 2 * weights + state) + 2 * weights
     autocast = any("autocast(" in node.context for node in graph.nodes)
     return Need(max(stages, plain), results, once * samples * _RUNS, autocast)
 

@@ -33,6 +33,8 @@ class Wanted:
     deferred_batch_norm: bool = False
     ema: float = 0.0
     compile: bool = False
+    # an evaluation, too
+    evaluate: bool = False
     # also the microbatches with a full batch: its "gradient", or that and one optimizer "step"; "": neither
     full_batch: str = ""
 

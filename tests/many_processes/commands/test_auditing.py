@@ -73,7 +73,7 @@ def test_audits_are_reported_and_change_nothing_even_after_a_resume(commands: Co
     _, err = commands.run(*words)
     expected = steps_of(tmp_path / "run", 3, range(7), 1)
     last = err.rstrip().splitlines()[-1]
-    assert last == f"proven equal to plain training: 2 of 7 steps compared, {len(expected)} audited"
+    assert last == f"proven equal to plain training: 3 of 7 steps compared, {len(expected)} audited"
     second = commands.document(
         *training(steps=12, schedule="2bw"), "--audit-every", "2", "--resume", "--checkpoint-every", "4"
     )

@@ -297,7 +297,7 @@ def test_models_that_are_measured_in_a_process_of_their_own(
     write_sweep(commands.folder, '[[job]]\ntarget = "model.py"\ngrid = { lr = [0.01, 0.001] }\n', steps=10)
     document = commands.document(*SWEEP)
     assert {row["status"] for row in document["jobs"]} == {"done"}
-    assert any("2 steps compared with plain training: equal, bit for bit" in note for note in document["notes"])
+    assert any("3 steps compared with plain training: equal, bit for bit" in note for note in document["notes"])
     assert_as_alone(commands, document["jobs"][0])
 
 

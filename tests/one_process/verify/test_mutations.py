@@ -20,6 +20,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.runtime import assembly, rows
 from autopipe.runtime.batches.recordings import Recordings
+from autopipe.runtime.checkpoint import state
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step import gradients
@@ -238,6 +239,59 @@ def gradients_kept_over_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stepper, "step", step)
 
 
+def last_gradient_of_a_replica_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica drops a gradient in the last step, after which its weights are not compared with a gradient."""
+    original = gradients.GradientFinisher.finish
+
+    def finish(self, minibatch, owned):
+        if self.rank == 0 and minibatch == 2:
+            for parameters in owned.values():
+                for parameter in parameters.values():
+                    parameter.grad = None
+        return original(self, minibatch, owned)
+
+    monkeypatch.setattr(gradients.GradientFinisher, "finish", finish)
+
+
+def weights_of_the_second_replica_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stepper.step
+
+    def step(self, stage, minibatch):
+        original(self, stage, minibatch)
+        if self.gradients.rank == 1 and minibatch == 2:
+            for parameter in self.parameters(stage).values():
+                parameter.data.copy_(parameter.data.bfloat16())
+
+    monkeypatch.setattr(Stepper, "step", step)
+
+
+def state_of_the_last_step_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stepper.step
+
+    def step(self, stage, minibatch):
+        original(self, stage, minibatch)
+        if minibatch == 2 and self.optimizers[stage] is not None:
+            self.optimizers[stage].state.clear()
+
+    monkeypatch.setattr(Stepper, "step", step)
+
+
+def statistics_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "buffers", lambda runner: {})
+
+
+def staleness_one_higher(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = rows.make
+
+    def make(name: str, request: ScheduleSpec) -> Schedule:
+        right = original(name, request)
+        warmup = warmups(request)
+        return unflushed(name, right.request, warmup, [delta + 1 for delta in right.staleness], [3] * len(warmup))
+
+    for part in (rows, assembly):
+        monkeypatch.setattr(part, "make", make)
+
+
 GPT = Case("1f1b", "gpt", (1, 1, 1), "p + 1")
 RESNET = Case("1f1b", "resnet", (1, 1), "p + 1")
 STASHED = Case("pipedream", "resnet", (1, 1, 1), "1")
@@ -261,6 +315,13 @@ MUTATIONS = {
     "bucket started before its last gradient": Mutation(
         bucket_started_before_its_last_gradient, Case("1f1b", "gpt", (1, 2), "2p")
     ),
+    "last gradient of a replica left out": Mutation(
+        last_gradient_of_a_replica_left_out, Case("1f1b", "gpt", (2, 1), "2p")
+    ),
+    "weights of a replica rounded": Mutation(weights_of_the_second_replica_rounded, Case("1f1b", "gpt", (2, 1), "2p")),
+    "state of the last step lost": Mutation(state_of_the_last_step_lost, RESNET),
+    "statistics not reported": Mutation(statistics_not_reported, RESNET),
+    "staleness one higher, 2bw": Mutation(staleness_one_higher, replace(RESNET, schedule="2bw")),
     "clip norm per stage": Mutation(clip_norm_per_stage, RESNET, clip=0.5),
     "recompute with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=("stage",))),
     "randomness of the rank": Mutation(randomness_of_the_rank, GPT),

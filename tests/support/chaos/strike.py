@@ -55,7 +55,7 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
     if case.kind == "exception":
         return
     if case.moment == "check":
-        until(lambda: "comparing 2 steps" in scene.printed(number)[1])
+        until(lambda: "comparing 3 steps" in scene.printed(number)[1])
     elif case.moment == "restart":
         until(lambda: scene.lines('"loss"') >= case.step)
         _rank(scene, process, case.first).kill()
