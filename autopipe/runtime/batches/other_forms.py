@@ -64,6 +64,6 @@ class OneBatch:
         return getattr(self._workload, name)
 
     def example_item(self, batch_size: int) -> Any:
-        """Return the batch. If it has too few samples, they are repeated."""
-        fixed = self._workload.is_fixed(self._item)
-        return self._item if fixed else self._workload.resized(self._item, batch_size)
+        """Return the batch; if it is cut by dimensions and has too few samples, they are repeated."""
+        cuts = self._workload.cuts_by_dimension(self._item)
+        return self._workload.resized(self._item, batch_size) if cuts else self._item
