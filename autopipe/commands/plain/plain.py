@@ -33,6 +33,7 @@ from autopipe.verify.reasons import why_another_order, why_not_bitwise
 from autopipe.workload import Workload
 from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
 from autopipe.workload.batches.forms import form_of
+from autopipe.workload.hooks.calling import form_of_call
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import Target, absolute
 
@@ -131,7 +132,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         optimizer=_optimizer(workload, hook, _name(spec.hooks.get("optimizer"), "optimizer", modules)),
         learning_rate=spec.lr if hook is not None and not isinstance(hook.function, type) else None,
         scheduler=_scheduler(hooks.get("scheduler"), _name(spec.hooks.get("scheduler"), "scheduler", modules)),
-        batch=_kind(item),
+        batch=form_of_call(workload.build_model(), item, has_loss="loss" in workload.hooks),
         seed=spec.seed,
         steps=subject.steps,
         batch_size=size,
@@ -260,14 +261,6 @@ def _optimizer(workload: Workload, hook: Hook | None, name: str) -> str:
 
 def _scheduler(hook: Hook | None, name: str) -> str:
     return "" if hook is None else f"{name}(optimizer)"
-
-
-def _kind(item: Any) -> str:
-    if isinstance(item, dict):
-        return "dict"
-    if isinstance(item[0], Mapping):
-        return "mapping"
-    return "tuple" if isinstance(item[0], (tuple, list)) else "tensor"
 
 
 def _staleness(subject: Subject, stale: Mapping[str, int]) -> int | dict[str, int]:

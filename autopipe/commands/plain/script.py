@@ -10,6 +10,7 @@ from pathlib import Path
 from autopipe.commands.plain.compare import comparison, refusal
 from autopipe.commands.plain.cutting import SAMPLES, SPLIT
 from autopipe.commands.plain.draws import DRAWS, OPAQUE
+from autopipe.workload.hooks.calling import Form
 from autopipe.workload.target.scripts import imports_its_name, package_of
 
 
@@ -37,7 +38,7 @@ class PlainLoop:
     loss: str  # the expression of the loss function; "" if the model's output contains the loss
     optimizer: str  # the expression that builds the optimizer
     scheduler: str  # the expression that builds the scheduler, or ""
-    batch: str  # how a batch is passed to the model: "dict", "mapping", "tuple" or "tensor"
+    batch: Form  # how a batch is passed to the model
     seed: int
     steps: int
     batch_size: int | None  # None: the data chooses its own
@@ -236,15 +237,20 @@ def shares(parts, batch):
 def _loss(loop: PlainLoop) -> str:
     call = {
         "dict": "output, target = model(**batch), batch",
+        "whole dict": "output, target = model(batch), batch",
         "mapping": "(inputs, target) = batch\n    output = model(**inputs)",
         "tuple": "(inputs, target) = batch\n    output = model(*inputs)",
+        "tuple and target": "(inputs, target) = batch\n    output = model(*inputs, target)",
         "tensor": "(inputs, target) = batch\n    output = model(inputs)",
+        "tensor and target": "(inputs, target) = batch\n    output = model(inputs, target)",
     }[loop.batch]
     if loop.loss:
         result = "return criterion(output, target)"
     else:
         result = (
             "if isinstance(output, torch.Tensor):\n        return output\n"
+            "    if type(output) is tuple:\n"
+            "        return next(value for value in output if isinstance(value, torch.Tensor) and not value.dim())\n"
             '    return output["loss"] if isinstance(output, Mapping) and "loss" in output else output.loss'
         )
     return f"def loss_of(batch):\n    {call}\n    {result}\n"

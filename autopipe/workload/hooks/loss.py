@@ -4,7 +4,10 @@ How a batch meets the model::
 
     (inputs, target)   loss(model(*inputs), target)     inputs: a tensor, a tuple of arguments, or a dict of them
     dict               model(**batch), whose output carries the loss; with a loss hook: loss(output, batch)
-    no loss hook       output.loss, output["loss"], or an output that is a scalar
+    no loss hook       output.loss, output["loss"], (logits, loss), or an output that is a scalar
+
+A forward whose only argument is a dict gets it whole. Without a loss hook, a forward that takes ``targets=None`` behind
+its inputs gets the target.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from autopipe.draws import opaque_calls
 from autopipe.errors import ModelFileError, with_article
 from autopipe.workload.batches.items import Item
 from autopipe.workload.hooks import loss_errors
-from autopipe.workload.hooks.own_loss import OwnLoss, carried_by, output_of
+from autopipe.workload.hooks.calling import carried_by, output_of
+from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.target.targets import user_line
 
 _FAILED_ON = "_autopipe_loss_failed_on"  # attribute of an exception of the loss: output, target, function
@@ -84,7 +88,7 @@ class LossFunction:
     def _output_and_loss(self, model: nn.Module, item: Item) -> tuple[Any, Any]:
         """Return the model's output for a batch, and the result of the loss hook or the loss in the output."""
         with self._own_loss.detached(model):
-            output = output_of(model, item)
+            output = output_of(model, item, has_loss=self._own_loss.hook is not None)
         if self._own_loss.hook is None:
             return output, carried_by(output)
         target = item if isinstance(item, Mapping) else item[1]
@@ -123,13 +127,18 @@ class LossFunction:
             kind = f"a tensor of shape {tuple(output.shape)}"
         return ModelFileError(
             f"the output of {self._name} ({kind}) carries no loss: looked for a loss hook, "
-            'output.loss, output["loss"] and a scalar output',
+            'output.loss, output["loss"] and a scalar output, also in (logits, loss)',
             where=self._path,
             remedy=self._remedy(output, item),
         )
 
     def _remedy(self, output: Any, item: Item) -> str:
         """Return how to give a loss, and the target that it needs."""
+        own = "define loss(output, target) in the model file"
+        if isinstance(output, (tuple, list)) and any(value is None for value in output):
+            return f"let data give ((inputs, target), None), if forward returns the loss for a target; or {own}"
+        if not isinstance(output, Tensor):
+            return f"{own}, which gets this output ({loss_errors.described(output)}); or return the loss as output.loss"
         name, function = self._likely
         option = f"--loss :{name}" if name else "--loss torch.nn:CrossEntropyLoss"
         target = ""

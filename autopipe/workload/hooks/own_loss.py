@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, with_article
-from autopipe.workload.batches.items import Item
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import users_code
 
@@ -137,22 +136,3 @@ class OwnLoss:
 def _may_change_buffers(module: nn.Module) -> bool:
     """Return whether a module has buffers that a forward may change. The losses of torch only read theirs."""
     return any(part._buffers and type(part).__module__ != "torch.nn.modules.loss" for part in module.modules())
-
-
-def output_of(model: nn.Module, item: Item) -> Any:
-    """Return the output of the model for a batch."""
-    if isinstance(item, Mapping):
-        return model(**item)
-    inputs = item[0]
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def carried_by(output: Any) -> Any:
-    """Return the loss in the output of a model, or None."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    return getattr(output, "loss", None)

@@ -98,6 +98,8 @@ BODIES = {
     "output.loss": "import types\n        return types.SimpleNamespace(loss=x.mean())",
     'output["loss"]': "return {'loss': x.mean(), 'logits': x}",
     "a scalar output": "return x.mean()",
+    "the second of two": "return x, x.mean()",
+    "the first of two": "return x.mean(), x",
 }
 
 
@@ -110,6 +112,43 @@ def test_without_a_hook_the_output_contains_the_loss(load, case):
     )
     value, weight = workload.loss(workload.build_model(), next(workload.items(None)))
     assert value.item() == 1 and weight is None
+
+
+CALLS = {
+    "a dict as the only argument": ("batch", "batch['a'].mean()", "{'a': x, 'b': x}, x"),
+    "a dict without a target": ("batch, scale=1", "batch['a'].mean()", "{'a': x, 'b': x}"),
+    "a dict by name": ("a, b", "(a * b).mean()", "{'a': x, 'b': x}, x"),
+    "a dict that has the argument": ("batch, b=None", "(batch * b).mean()", "{'batch': x, 'b': x}, x"),
+    "keyword arguments": ("**batch", "batch['a'].mean()", "{'a': x, 'b': x}, x"),
+    "a target that the forward takes": (
+        "idx, targets=None",
+        "(idx, None if targets is None else targets.mean())",
+        "x, x",
+    ),
+    "the last of several": ("a, b, labels=None", "(a + b, labels.mean())", "(x, x), x"),
+    "a target that the forward ignores": ("a, mask=None", "a.mean() if mask is None else None", "x, x"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_the_signature_of_the_forward_decides_how_it_is_called(load, case):
+    arguments, value, batch = CALLS[case]
+    workload = load(
+        f"import torch\nfrom torch import nn\nclass Net(nn.Module):\n"
+        f"    def forward(self, {arguments}): return {value}\n"
+        f"def data():\n    x = torch.ones(2, 3)\n    return [({batch})]\n"
+    )
+    assert workload.loss(workload.build_model(), next(workload.items(None)))[0].item() == 1
+
+
+def test_an_output_without_a_loss_is_explained_by_what_the_forward_returns(load):
+    workload = load(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n"
+        "    def forward(self, x, gold=None): return x, gold\n"
+        "def data(): return [(torch.ones(2, 3), torch.ones(2))]\n"
+    )
+    error = fails(lambda: workload.loss(workload.build_model(), next(workload.items(None))))
+    assert "((inputs, target), None)" in error.remedy and "--loss" not in error.remedy
 
 
 def test_a_loss_hook_gets_the_complete_dict(load):
@@ -137,7 +176,7 @@ def test_a_missing_loss_is_an_error_with_the_accepted_forms(load):
         "def data(): return [{'x': torch.ones(2, 3)}]\n"
     )
     error = fails(lambda: workload.loss(workload.build_model(), next(workload.items(None))))
-    assert 'output.loss, output["loss"] and a scalar output' in error.what and "--loss" in error.remedy
+    assert 'output.loss, output["loss"] and a scalar output' in error.what and "define loss" in error.remedy
 
 
 def test_a_loss_that_is_not_scalar_is_an_error_with_its_shape(load):
