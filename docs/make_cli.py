@@ -31,7 +31,7 @@ or the only `nn.Module` subclass that the file defines. Optional names in the sa
 | name | signature | default |
 |---|---|---|
 | `example_inputs` | `(batch_size) -> tuple or dict` | the first batch of `data` |
-| `loss` | `(output, target) -> scalar`, or `(scalar, weight)` | `output.loss`, `output["loss"]`, `(logits, loss)`, or a scalar |
+| `loss` | `(output, target) -> scalar`, or `(scalar, weight)` | `output.loss`, `["loss"]`, `(logits, loss)`, a scalar |
 | `batch_dim` | a number, or a structure of numbers | found from `data`: [batches.md](batches.md) |
 | `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | synthetic, from `example_inputs` |
 | `optimizer` | `(named_parameters) -> Optimizer`; built once per stage | AdamW |

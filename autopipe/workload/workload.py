@@ -270,8 +270,8 @@ class Workload:
                 remedy = f"a dict becomes keyword arguments, and forward takes ({', '.join(names)})"
                 if len(item) > 1:
                     remedy += f": let data give {loss_errors.pair_of(list(item), names)}"
-                if not set(item) & set(names):
-                    remedy += "; for a model that takes the dict itself, let data give ((batch,), target)"
+                if len(names) == 1 and names[0] not in item:
+                    remedy += f"; it got the dict whole, which has no {names[0]}"
             fits = isinstance(error, items.UNRELATED)
             what = f"{self.name} failed on a batch" if fits or no_kernel else f"the batch does not fit {self.name}"
             if fits:

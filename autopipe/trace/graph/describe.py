@@ -232,7 +232,9 @@ def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
         raise TraceError(
             f"{node.target if module is not None else 'an embedding'} produces sparse gradients (sparse=True)",
             where=where_text(node.meta),
-            remedy="remove sparse=True: the gradient is the same, as a dense tensor",
+            remedy="remove sparse=True, which trains the same with SGD without momentum or weight decay, and with "
+            "Adagrad; an optimizer for sparse gradients (SparseAdam) leaves the state of unread rows as it is, and a "
+            "dense one does not: another training",
         )
 
 

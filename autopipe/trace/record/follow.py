@@ -33,6 +33,7 @@ from autopipe.trace.record.values import storage_key
 from autopipe.trace.sizes.joined import join
 from autopipe.trace.sizes.lengths import Length
 from autopipe.workload import Item, Workload
+from autopipe.workload.batches.items import paths
 from autopipe.workload.batches.layouts import strides_like
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def follow(
         drawn = faked_model.snapshot.random_drawn()
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
-    _check_batch(symbols, shape_env, count)
+    _check_batch(symbols, shape_env, count, item)
     calls = tuple(recorder.graph.nodes)
     rebound.place_copies(recorder.graph, faked_model, copied)
     _clone_changed_inputs(recorder.graph)
@@ -216,7 +217,8 @@ def _coin(
     return coin
 
 
-def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> None:
+def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int, item: Item) -> None:
+    counts = [path for path, leaf in paths(item) if type(leaf) is int and leaf == batch]
     for symbol, (node, dimension) in symbols.source.items():
         value = symbols.simplified(symbol)
         if value != symbol:
@@ -224,7 +226,10 @@ def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> 
                 f"{FIXED_BATCH} {value} samples: dimension {dimension} of {node.name} was taken for "
                 f"a number (the batch had {batch})",
                 where=shape_env.fixed_at.get(symbol, ""),
-                remedy="compute with x.shape[0] directly: do not use int(), range() or a comparison with a number",
+                remedy=f"{counts[0]} of the batch counts the samples, and a number is a constant of the graph: give a "
+                f"tensor with an entry for each sample in its place, torch.zeros({batch}), and use its shape[0]"
+                if counts
+                else "compute with x.shape[0] directly: do not use int(), range() or a comparison with a number",
             )
             fixed.within = shape_env.fixed_within.get(symbol, ())
             raise fixed

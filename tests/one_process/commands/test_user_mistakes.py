@@ -156,12 +156,12 @@ def test_an_optimizer_option_ignores_the_optimizer_of_the_script(load) -> None:
     assert type(workload.optimizer(list(workload.build_model().named_parameters()))).__name__ == "Adam"
 
 
-def test_a_dict_for_a_model_that_takes_one_dict_is_explained(load) -> None:
+def test_a_dict_for_a_model_that_takes_one_tensor_is_explained(load) -> None:
     workload = load(LOSS + "\ndef data():\n    return [{'ids': torch.zeros(4, dtype=torch.int64)}]\n")
     item = workload.example_item(None)
-    with pytest.raises(ModelFileError, match="unexpected keyword argument 'ids'") as caught, workload.explained(item):
+    with pytest.raises(ModelFileError, match="must be Tensor, not dict") as caught, workload.explained(item):
         workload.loss(workload.build_model(), item)
-    assert "forward takes (x); for a model that takes the dict itself, let data give ((batch,), target)" in (
+    assert "a dict becomes keyword arguments, and forward takes (x); it got the dict whole, which has no x" in (
         caught.value.remedy
     )
 

@@ -111,6 +111,21 @@ def test_a_loop_over_the_samples_is_refused_with_its_line():
     assert "for row in x" in caught.value.where
 
 
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x, count):
+        return (self.a(x) + x.new_zeros(count, 1)).pow(2).mean()
+
+
+def test_a_number_that_counts_the_samples_is_named():
+    with pytest.raises(TraceError, match="accepts only batches of") as caught:
+        capture(Toy(Counted, lambda n, g: {"x": torch.randn(n, 4, generator=g), "count": n}))
+    assert "['count'] of the batch counts the samples" in caught.value.remedy
+
+
 class ContiguousWhenLarge(Base):
     """The graph differs between two batch sizes, so sizes are symbolic; the noise is drawn with ``generator=None``."""
 
