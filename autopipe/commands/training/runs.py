@@ -29,6 +29,7 @@ from autopipe.commands.steps import Prepared, batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts
+from autopipe.commands.training.disk import refuse_full_disk
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.measured import write_speed, write_timeline
@@ -98,6 +99,7 @@ def train(
                 events("note", {"text": text})
             events("plan", {"plan": prepared.plan})
             refuse_impossible_loop(settings, prepared)
+            refuse_full_disk(settings, prepared, path, _checkpoint_every(settings, prepared))
             observers = _observers(settings, prepared, events)
             if settings.compile:
                 refuse_uncompilable(prepared.plan)
@@ -118,8 +120,7 @@ def train(
             compared = _compared(settings, prepared, events)
             settings = _with_reader(settings, repeating, events)
             _refuse_one_reader(settings, prepared)
-            if path is None:
-                path = _new(settings, locks)
+            path = path or _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
         observers.loggers = begin_loggers(settings.log, run, start, prepared.plan)
