@@ -154,3 +154,7 @@ _REMEDIES = {
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:
     with contextlib.suppress(RunError):  # standard output itself may have failed
         terminal.document(terminal.command, {"error": fields})
+
+
+class EndOfScript(SystemExit):
+    """The end of a script, with its exit code. What it has registered to run at the exit of python must still run."""

@@ -19,7 +19,7 @@ from autopipe import __version__
 from autopipe.commands.settings import WORK_DIRECTORY
 
 from . import config, options
-from .failures import Mistyped, guarded
+from .failures import EndOfScript, Mistyped, guarded
 from .streams import open_streams
 from .terminal import Terminal
 
@@ -151,6 +151,8 @@ def main() -> None:
     open_streams()
     try:
         autopipe(prog_name="autopipe")
+    except EndOfScript:
+        raise  # as python ends: functions of atexit, and files that are still open
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     leave(0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from . import launching, options, submitting, types
-from .failures import Mistyped
+from .failures import EndOfScript, Mistyped
 from .terminal import Terminal
 
 
@@ -113,7 +112,7 @@ def _has_file(words: list[str]) -> bool:
 @launching.hosting
 @options.verbosity
 @click.pass_obj  # type: ignore[arg-type]  # it passes the terminal
-def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> int:
+def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> NoReturn:
     """Run an unmodified training script with its model in stages.
 
     The script's own arguments follow ``--``. It runs once, in this process: its data, prints, files and metrics are its
@@ -123,8 +122,8 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     With --num-microbatches, the batch of each training call is cut, and its outputs are joined before the script's
     loss. The result is that of the script joining the same parts: sums in another order, other dropout masks.
 
-    With --check, the script also runs in a second process, up to that optimizer step. So what it writes before that
-    step, it writes twice.
+    With --check, a second process is forked at the first training call. It goes on without stages up to that optimizer
+    step, and all weights and standard output are compared. What it would write is kept from the file system.
     """
     from autopipe.commands import script as command
 
@@ -144,4 +143,4 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     )
     if code == command.INTERRUPTED:
         command.end_by_interrupt()
-    return os.EX_OK if code is None else code
+    raise EndOfScript(code)

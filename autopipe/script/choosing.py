@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from autopipe.script.refusals import name_of_object, script_place
 
 
 class Choice:
@@ -22,11 +25,19 @@ class Choice:
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.calls: Counter[int] = Counter()  # training calls of a model without an optimizer, by its id
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # of models that train
+        self._calls: list[nn.Module] = []  # that have begun
+
+    def optimizers_of(self, model: nn.Module) -> Iterator[Optimizer]:
+        """Yield the optimizers that have a parameter of the model."""
+        own = {id(parameter) for parameter in model.parameters()}
+        for optimizer in list(self.optimizers):
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                yield optimizer
 
     def has_optimizer(self, model: nn.Module) -> bool:
         """Return whether an optimizer has a parameter of the model."""
-        own = {id(parameter) for parameter in model.parameters()}
-        return any(id(p) in own for o in self.optimizers for group in o.param_groups for p in group["params"])
+        return next(self.optimizers_of(model), None) is not None
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether this call makes the module the model of the script."""
@@ -37,6 +48,19 @@ class Choice:
         self._called.add(module)
         self.calls[id(module)] += 1
         return module in self._trained
+
+    def enter(self, module: nn.Module) -> bool:
+        """Note that a call of a module begins; return whether it is an outermost one. These get names if they train."""
+        outermost = not self._calls
+        if outermost and module not in self.names and module.training and torch.is_grad_enabled():
+            title = name_of_object(module) or type(module).__name__
+            self.names[module] = f"{title} ({script_place()})"
+        self._calls.append(module)
+        return outermost
+
+    def leave(self) -> None:
+        """Note that a call ends."""
+        self._calls.pop()
 
     def by_hand(self, model: nn.Module) -> int:
         """Return the number of training calls up to this one of a model that no optimizer trains, else 0."""

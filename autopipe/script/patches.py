@@ -17,15 +17,19 @@ from torch.utils._device import _device_constructors
 
 from autopipe.script import lazy
 from autopipe.script.batches.parts import Parts
+from autopipe.script.check.reference import Reference
+from autopipe.script.check.second import Second
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
 from autopipe.script.places import Places
-from autopipe.script.refusals import refused
+from autopipe.script.refusals import RefusedError, refused
 from autopipe.script.state import remote
-from autopipe.script.state.optimizers import Copies, modules_of
+from autopipe.script.state.optimizers import Copies, check, modules_of
 from autopipe.script.state.remote import busy, is_remote
+from autopipe.script.state.weights import named_tensors
+from autopipe.script.together import explain
 
 _CALL = nn.Module.__call__
 
@@ -34,13 +38,16 @@ class Patches:
     """The replaced functions. They stay for the rest of the process: it runs one script.
 
     ``places``: of the ranks. ``parts``: of the batch of each training call.
+    ``steps``: of an optimizer, that are compared with those of the script in a process of its own; 0 for none.
     """
 
-    def __init__(self, places: Places, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1) -> None:
+    def __init__(
+        self, places: Places, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1, steps: int = 0
+    ) -> None:
         self.places, self.timeout, self.folder, self.notes, self.parts = places, timeout, folder, notes, parts
         self.copies, self.choice = Copies(), Choice()
-        self.on_step: Callable[[Controller], None] = lambda controller: None
-        self.on_call: Callable[[Controller, int], None] = lambda controller, steps: None  # without an optimizer
+        self.reference = Reference(steps, notes, self.choice, parts) if steps else None
+        self.second: Second | None = None  # in the process that the reference has forked
 
     def install(self) -> None:
         """Replace them."""
@@ -58,22 +65,40 @@ class Patches:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if busy() or tracing():
                 return _CALL(module, *args, **kwargs)
-            controller = remote.controller
-            if controller is None:
-                if not self.choice.takes(module):
-                    return _CALL(module, *args, **kwargs)
-                return self._start(module, args, kwargs)
-            if module is controller.model:
-                number = self.choice.by_hand(module)
-                if number:
-                    self.on_call(controller, number - 1)
-                return controller.call(args, kwargs)
-            return _CALL(module, *args, **kwargs)
+            is_outermost = self.choice.enter(module)
+            try:
+                return self._called(module, args, kwargs)
+            except RefusedError as error:
+                if is_outermost and remote.controller is not None:
+                    explain(error, self.choice, remote.controller.model, module, (args, kwargs))
+                raise
+            finally:
+                self.choice.leave()
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
 
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.second is not None:
+            return self.second.call(module, args, kwargs, _CALL)
+        controller = remote.controller
+        if controller is None and self.choice.takes(module):
+            return self._start(module, args, kwargs)
+        if controller is None or module is not controller.model:
+            return _CALL(module, *args, **kwargs)
+        number = self.choice.by_hand(module)
+        if number and self.reference is not None:
+            self.reference.stepped(controller, number - 1)
+        return controller.call(args, kwargs)
+
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _check_distributed()
+        own = {id(tensor) for tensor in named_tensors(model).values()}
+        for optimizer in self.choice.optimizers_of(model):
+            check(optimizer, own)
+        if self.reference is not None:
+            self.second = self.reference.begin(model)
+            if self.second is not None:
+                return self.second.first_call(model, args, kwargs, _CALL)
         controller = Controller(model, self.places, timeout=self.timeout, folder=self.folder, notes=self.notes)
         controller.parts = Parts(controller, self.parts) if self.parts > 1 else None
         starting.append(controller)
@@ -94,6 +119,9 @@ class Patches:
                 kind.step = self._stepping(kind.step)  # type: ignore[method-assign]
             initialize(optimizer, *args, **kwargs)
             self.choice.optimizers.add(optimizer)
+            if self.copies.is_remote(optimizer):
+                assert remote.controller is not None
+                check(optimizer, remote.controller.weights.names)
 
         Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         zero = Optimizer.zero_grad
@@ -124,16 +152,22 @@ class Patches:
         def stepped(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             on_ranks = self.copies.is_remote(optimizer)
             given, result = () if closure is None else (closure,), None
-            if closure is not None and (on_ranks or is_closure_first):
+            if closure is not None and self.second is None and (on_ranks or is_closure_first):
                 with torch.enable_grad():
                     result = closure()  # the first one may put the model into stages
                 given = (lambda: result,)
                 on_ranks = on_ranks or self.copies.is_remote(optimizer)
+            if self.second is None and self.reference is not None and not busy():
+                self.reference.look_ahead()
             if not on_ranks:
-                return step(optimizer, *given, *args, **kwargs)
+                result = step(optimizer, *given, *args, **kwargs)
+                if self.second is not None:
+                    self.second.stepped(optimizer)
+                return result
             self.copies.step(optimizer)
             assert remote.controller is not None
-            self.on_step(remote.controller)
+            if self.reference is not None:
+                self.reference.stepped(remote.controller, remote.controller.steps)
             return result
 
         stepped.autopipe = True  # type: ignore[attr-defined]
@@ -166,6 +200,8 @@ class Patches:
         def backward_of(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             leaves = [leaf for leaf in pytree.tree_leaves((tensors, grad_tensors)) if isinstance(leaf, Lazy)]
             if not leaves:
+                if self.second is not None:
+                    self.second.backward(tensors)
                 result = backward(tensors, grad_tensors, *args, **kwargs)
                 if remote.controller is None:
                     self.choice.seen_backward()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -20,9 +22,12 @@ class RefusedError(RunError):
     """The script does something that stages cannot do with the same numbers. ``where`` is its ``file:line``."""
 
 
-def refused(what: str, remedy: str = "") -> RefusedError:
-    """Return the error for what the script does at this moment."""
-    error = RefusedError(f"autopipe run: {what}", where=place(), remedy=remedy or "run it with python")
+def refused(what: str, remedy: str = "", where: str = "") -> RefusedError:
+    """Return the error for what the script does at this moment. ``where``: if not here."""
+    inner, line = place(), script_place()
+    inside = f" (inside of {inner})" if line != inner else ""
+    remedy = remedy or "run it with python"
+    error = RefusedError(f"autopipe run: {what}", where=where or f"{line}{inside}", remedy=remedy)
     raised.append(error)
     return error
 
@@ -34,12 +39,42 @@ raised: list[RefusedError] = []
 def place() -> str:
     """Return ``file:line`` of the innermost call that is neither in autopipe nor in torch; "" without one."""
     frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, *_TORCH, "<")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return next((_line(f) for f in _frames(frame) if not f.f_code.co_filename.startswith((_PACKAGE, *_TORCH, "<"))), "")
+
+
+def script_place() -> str:
+    """Return ``file:line`` of the innermost call in a file of the script; of a library if no other one is left."""
+    frame = sys._getframe(1)
+    return next((_line(f) for f in _frames(frame) if not in_a_library(f.f_code.co_filename)), "") or place()
+
+
+def name_of_object(value: Any) -> str:
+    """Return the variable, or attribute of one, by which the script has an object at this moment; "" without one."""
+    for frame in _frames(sys._getframe(1)):
+        if in_a_library(frame.f_code.co_filename):
+            continue
+        variables = {**frame.f_globals, **frame.f_locals}
+        for name, other in variables.items():
+            if other is value and not name.startswith("__"):
+                return str(name)
+        for name, other in variables.items():
+            attributes = getattr(other, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(other, ModuleType):
+                for key, attribute in attributes.items():
+                    if attribute is value:
+                        return f"{name}.{key}"
     return ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def from_a_library() -> bool:
@@ -49,7 +84,8 @@ def from_a_library() -> bool:
 
 def in_a_library(file: str) -> bool:
     """Return whether a file is of autopipe, torch, Python or an installed package, or not a file."""
-    return not file or file.startswith((_PACKAGE, *_TORCH, *_LIBRARIES, "<"))
+    own = file and not file.startswith((_PACKAGE, *_TORCH, *_LIBRARIES, "<"))
+    return not own or "/site-packages/" in file or "/dist-packages/" in file
 
 
 def in_autopipe(file: str) -> bool:

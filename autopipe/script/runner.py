@@ -12,7 +12,6 @@ from autopipe.cores import usable_cores
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.script import patches as patching
 from autopipe.script import refusals
-from autopipe.script.checking import Reference
 from autopipe.script.execution import INTERRUPTED, execute, report
 from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
@@ -53,14 +52,12 @@ def run_script(
         notes.say(note)
     if not places.are_remote and places.count > cores:
         notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
-    installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts)
-    reference = None
-    if steps:
-        reference = Reference.started(script, words, text, steps, installed)
+    installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts, steps=steps)
     installed.install()
-    if reference is not None:
-        reference.watch(installed)
     code = execute(script, words, text)
+    if installed.second is not None:
+        installed.second.end(code)
+    reference = installed.reference
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()  # as python does before it ends
@@ -76,6 +73,8 @@ def run_script(
             if not patching.starting:
                 notes.untrained(script, vars(sys.modules["__main__"]), places.count)
             notes.end()
+            if reference is not None:
+                reference.summary(sum(controller.steps for controller in patching.starting))
     except AutopipeError as error:
         report(error)
         code, failed = error.exit_code, True

@@ -45,6 +45,11 @@ class Wire:
             self._waiting += size
         self._queue.put(parts)
 
+    def flush(self) -> None:
+        """Wait until everything has been sent, or the other end is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0 or self._broken)
+
     def receive(self) -> Any:
         """Return the next message. Raises: GoneError if the other end is gone, and what ``alive`` raises."""
         return decoded(self._read)
@@ -85,4 +90,5 @@ class Wire:
                 return
             with self._changed:
                 self._waiting -= sum(len(part) for part in parts)
+                self._changed.notify_all()
                 self._changed.notify_all()

@@ -27,25 +27,36 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _run(words: list[str], folder: Path) -> Ended:
+def _run(words: list[str], folder: Path, read: Path | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        words, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
-    )
+    with Path(read or os.devnull).open() as stdin:
+        done = subprocess.run(
+            words, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=SECONDS, stdin=stdin
+        )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def by_python(script: Path, *words: str, folder: Path, new: bool = False) -> Ended:
-    """Run ``python SCRIPT`` in a folder. ``new``: by a new interpreter, whose tracebacks are those of python."""
+def by_python(script: Path, *words: str, folder: Path, new: bool = False, read: Path | None = None) -> Ended:
+    """Run ``python SCRIPT`` in a folder. ``new``: by a new interpreter, whose tracebacks are those of python.
+
+    ``read``: a file for the standard input of a new interpreter.
+    """
     if new:
-        return _run([sys.executable, str(script), *words], folder)
+        return _run([sys.executable, str(script), *words], folder, read)
     folder.mkdir(parents=True, exist_ok=True)
     done = run_warm(str(script), *words, cwd=folder, env=_environment(), modules=TORCH, timeout=SECONDS)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def in_stages(script: Path, *words: str, folder: Path, stages: int = 2, options: tuple[str, ...] = ()) -> Ended:
+def in_stages(
+    script: Path,
+    *words: str,
+    folder: Path,
+    stages: int = 2,
+    options: tuple[str, ...] = (),
+    read: Path | None = None,
+) -> Ended:
     """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise."""
     given = ("--check", "0", *options)
     command = [sys.executable, "-m", "autopipe.cli", "run", str(script), "--gpus", str(stages), *given, "--", *words]
-    return _run(command, folder)
+    return _run(command, folder, read)

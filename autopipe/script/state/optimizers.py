@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -77,7 +78,7 @@ class Copies:
 
     def _ship(self, optimizer: Optimizer, controller: Controller, structure: Any) -> None:
         kind = type(optimizer)
-        self._check(optimizer, controller)
+        check(optimizer, controller.weights.names)
         values = dict(optimizer.state)  # of the ranks, if it had copies before
         if optimizer not in self._numbers:
             self._next += 1
@@ -105,33 +106,33 @@ class Copies:
 
         optimizer.state = States(parameters, values, read, lambda c: controller.send(["write_states", number, c]))
 
-    def _check(self, optimizer: Optimizer, controller: Controller) -> None:
-        kind = type(optimizer)
-        title = f"{kind.__module__}.{kind.__qualname__}"
-        for base in kind.__mro__:
-            if base.__name__ in _COUPLED:
-                raise refused(f"optimizer {title}: {_COUPLED[base.__name__]}")
-        try:
-            name_of(kind)
-        except UnsendableError:
-            raise refused(f"optimizer {title} is not in a module that ranks can import") from None
-        if not kind.__module__.startswith("torch.optim."):
-            raise refused(f"optimizer {title}: only those of torch.optim are known to step each parameter by itself")
-        for module in getattr(kind.step, "steps_of", ()):
-            if not module.startswith("torch."):
-                raise refused(
-                    f"optimizer {title}: its step was replaced by a function of {module}, which ranks cannot run"
-                )
-        extra = sorted(key for key in vars(optimizer) if key not in _KNOWN)
-        if extra:
-            raise refused(f"optimizer {title} keeps attributes outside of its state: {', '.join(extra)}")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in controller.weights.names:
-                    raise refused(f"optimizer {title} has parameters of the model and others that it does not have")
-            if group.get("differentiable") or group.get("capturable"):
-                raise refused(f"optimizer {title} with differentiable=True or capturable=True")
-
 
 def _sent(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def check(optimizer: Optimizer, own: Container[int]) -> None:
+    """Refuse an optimizer that ranks cannot step. ``own``: the ids of the tensors of the model."""
+    kind = type(optimizer)
+    title = f"{kind.__module__}.{kind.__qualname__}"
+    for base in kind.__mro__:
+        if base.__name__ in _COUPLED:
+            raise refused(f"optimizer {title}: {_COUPLED[base.__name__]}")
+    try:
+        name_of(kind)
+    except UnsendableError:
+        raise refused(f"optimizer {title} is not in a module that ranks can import") from None
+    if not kind.__module__.startswith("torch.optim."):
+        raise refused(f"optimizer {title}: only those of torch.optim are known to step each parameter by itself")
+    for module in getattr(kind.step, "steps_of", ()):
+        if not module.startswith("torch."):
+            raise refused(f"optimizer {title}: its step was replaced by a function of {module}, which ranks cannot run")
+    extra = sorted(key for key in vars(optimizer) if key not in _KNOWN)
+    if extra:
+        raise refused(f"optimizer {title} keeps attributes outside of its state: {', '.join(extra)}")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise refused(f"optimizer {title} has parameters of the model and others that it does not have")
+        if group.get("differentiable") or group.get("capturable"):
+            raise refused(f"optimizer {title} with differentiable=True or capturable=True")
