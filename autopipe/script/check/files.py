@@ -48,7 +48,7 @@ class PrivateFiles:
         self._own = threading.local()  # its file is opened here
 
     def install(self) -> None:
-        """Replace the functions of Python, and add the hook. There is no way back."""
+        """Replace the functions of Python, and add the hook, for the rest of the process."""
         original: Any = io.open
         make_folder, link_status = os.mkdir, os.lstat
 
