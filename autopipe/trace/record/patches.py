@@ -21,6 +21,7 @@ from torch import nn
 
 from autopipe.trace.explain import calling_frame, here, short_path, unsupported, users_frame
 from autopipe.trace.record.caches import users_namespaces
+from autopipe.trace.record.module_hooks import GETTERS, refusing
 from autopipe.trace.record.recorder import Recorder
 
 _AUTOCAST = torch.amp.autocast_mode.autocast
@@ -68,7 +69,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             out = original(*args, **kwargs)
             for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
                 recorder.writer.alias(value, of)
-            recorder.notes.append(f"a backward hook of a module is not run in stages ({here()})")
+            recorder.notes.append(f"a backward hook of a module only observes, and is not run in stages ({here()})")
             return out
         return recorder.call_custom(cls, original, *args, **kwargs)
 
@@ -115,6 +116,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
     replaced: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", module_call),
         (nn.Module, "_apply", module_apply),
+        *((nn.Module, name, refusing(recorder, vars(nn.Module)[name])) for name in GETTERS),
         (torch.autograd.Function, "apply", classmethod(function_apply)),
         (_AUTOCAST, "__enter__", autocast_enter),
         (_AUTOCAST, "__exit__", autocast_exit),

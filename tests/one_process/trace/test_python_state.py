@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,57 @@ def build_model():
     return model
 """
     path = written(text, tmp_path)
-    with pytest.raises(TraceError, match=r"gradient of h\.0\..* doubled \(.*model\.py:\d+\) on h\.1") as caught:
+    with pytest.raises(TraceError, match=r"backward hook doubled of .* may change gradients") as caught:
         capture(load_workload(LoadOptions(str(path))))
     assert "torch.autograd.Function" in caught.value.remedy
+    assert re.search(r"model\.py:\d+", caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("hook", "refused"),
+    [
+        ("lambda m, inputs, outputs: SEEN.append(outputs[0].norm())", False),
+        ("lambda m, inputs, outputs: print(outputs[0].shape)", False),
+        ("observed", False),
+        ("lambda m, inputs, outputs: tuple(g.clamp(-1e6, 1e6) for g in inputs)", True),
+        ("late", True),
+        ("in_place", True),
+        ("late); model.o.register_full_backward_pre_hook(lambda m, g: (g[0] * 2,)", True),
+        ("observed); model.o.register_full_backward_pre_hook(lambda m, g: (g[0] * 2,)", False),
+    ],
+)
+def test_a_backward_hook_that_may_change_gradients_is_refused_and_one_that_observes_is_not(
+    hook: str, refused: bool, tmp_path: Path
+) -> None:
+    text = f"""
+SEEN = []
+
+
+def observed(module, inputs, outputs):
+    print(float(outputs[0].abs().max()))
+
+
+def late(module, inputs, outputs):
+    return None if outputs[0].abs().max() < 1e6 else inputs
+
+
+def in_place(module, inputs, outputs):
+    if outputs[0].abs().max() > 1e6:
+        inputs[0].mul_(0.5)
+
+
+def build_model():
+    model = Net()
+    model.h[1].register_full_backward_hook({hook})
+    return model
+"""
+    workload = load_workload(LoadOptions(str(written(text, tmp_path))))
+    if not refused:
+        notes = capture(workload).notes
+        assert any("only observes" in note for note in notes)
+        return
+    with pytest.raises(TraceError, match="may change gradients, and stages do not run"):
+        capture(workload)
 
 
 @pytest.mark.parametrize("name", ["a counter and a branch not taken", "data sets what the loss reads"])
