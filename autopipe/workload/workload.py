@@ -118,7 +118,11 @@ class Workload:
     @property
     def choice(self) -> Choice:
         """The optimizer and the scheduler that train the model, in words."""
-        return choice_of(self._module, self._label, self._spec, self.hooks, self.stepping.optimizer_class)
+        choice = choice_of(self._module, self._label, self._spec, self.hooks, self.stepping.optimizer_class)
+        if not self.own_loss.is_trained:
+            return choice
+        also = "also trains the parameters of the loss, which exports contain (loss.*)"
+        return dataclasses.replace(choice, hint="; ".join(filter(None, (choice.hint, also))))
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -124,6 +124,11 @@ class OwnLoss:
         return self._copies[device]
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the loss has parameters that the optimizer gets with the model's."""
+        return self._module is not None and any(entry.requires_grad for entry in self._module.parameters())
+
+    @property
     def _module(self) -> nn.Module | None:
         function = None if self.hook is None else self.hook.function
         return function if isinstance(function, nn.Module) else None

@@ -111,6 +111,7 @@ def test_a_loss_with_parameters_trains_as_in_a_plain_loop(
     _, model, _ = train(path, items, 4, staleness=staleness_of(pipeline.plan))
     expected = model.state_dict() | vars(model)["criterion"].state_dict(prefix="loss.")
     assert expected.keys() == ours.keys()
+    assert "also trains the parameters of the loss" in pipeline.captured.workload.choice.note
     assert [name for name in expected if not torch.equal(expected[name], ours[name])] == []
     initial = pipeline.captured.workload.build_model().state_dict()
     moved = {n for n in ours if n.startswith("loss.") and not torch.equal(ours[n], initial[n])}

@@ -15,6 +15,7 @@ from support.pipelines import Captured, build, minibatches, plan_for, profile_of
 from support.plain_scripts import compared, is_equal
 
 from autopipe.errors import RunError
+from autopipe.runtime.batches.other_forms import OneBatch
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 from autopipe.workload.cutting.hook import Minibatch
@@ -199,3 +200,14 @@ def test_lists_are_resized_and_cut_into_uneven_parts(tmp_path: Path) -> None:
     assert [workload.num_samples(part) for part in workload.split(item, 3)] == [3, 2, 2]
     assert workload.num_samples(workload.resized(item, 9)) == 9
     assert minibatches(workload, 1, 7, last=2)[0][0][0][1].shape == (3, 4, 8)
+
+
+def test_a_part_is_captured_as_it_is_although_data_takes_a_batch_size(load: Any) -> None:
+    workload = load(
+        MODEL
+        + "def data(batch_size=6): return [(torch.ones(batch_size, 3), torch.ones(2 * batch_size, 2))]\n"
+        + "def loss(output, target): return output.sum() + target.sum()\n"
+        + "def split(batch, parts): return [(x, t) for x, t in zip(batch[0].split(3), batch[1].split(6))]\n"
+    )
+    part = workload.split(workload.example_item(6), 2)[1]
+    assert OneBatch(workload, part).example_item(5) is part
