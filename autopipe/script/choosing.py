@@ -62,6 +62,14 @@ class Choice:
         """Note that a call ends."""
         self._calls.pop()
 
+    def name_of(self, optimizer: Optimizer) -> str:
+        """Return the name of the model that an optimizer trains; "" if no call of one was seen."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module, name in list(self.names.items()):
+            if any(id(parameter) in trained for parameter in module.parameters()):
+                return name
+        return ""
+
     def by_hand(self, model: nn.Module) -> int:
         """Return the number of training calls up to this one of a model that no optimizer trains, else 0."""
         if not (model.training and torch.is_grad_enabled()) or self.has_optimizer(model):

@@ -33,6 +33,7 @@ class Notes:
         self._pending: Counter[str] = Counter()
         self._reported = False
         self._seen_here: set[str] = set()
+        self._whole = 0  # optimizer steps of other models
 
     def say(self, text: str) -> None:
         """Write one line."""
@@ -54,6 +55,14 @@ class Notes:
         if why not in self._seen_here:
             self._seen_here.add(why)
             self.say(f"the call at {where} runs here, on gathered weights: {why}")
+
+    def whole(self, name: str) -> None:
+        """Count a step of a model that runs in the script's process; name it once."""
+        self._whole += 1
+        what = name or "another model"
+        if what not in self._seen_here:
+            self._seen_here.add(what)
+            self.say(f"{what} runs whole in this process: only the first model that a script trains runs in stages")
 
     def forward(self, *, grad: bool) -> None:
         """Count a call of the model."""
@@ -125,6 +134,8 @@ class Notes:
             (first, begin), (last, end) = self._computed
             each = in_seconds((end - begin) / (last - first))
             self.say(f"{self._steps} optimizer steps; {each} each after the first {first}, with the script's own work")
+        if self._whole:
+            self.say(f"{self._whole} more optimizer steps, of other models, ran in this process")
         many = [(where, times) for where, times in self.gathers.most_common(3) if times > 3]
         if many:
             places = ", ".join(f"{where} ({times} times)" for where, times in many)

@@ -163,6 +163,8 @@ class Patches:
                 result = step(optimizer, *given, *args, **kwargs)
                 if self.second is not None:
                     self.second.stepped(optimizer)
+                elif remote.controller is not None and not busy():
+                    self.notes.whole(self.choice.name_of(optimizer))
                 return result
             self.copies.step(optimizer)
             assert remote.controller is not None

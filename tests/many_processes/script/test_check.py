@@ -43,6 +43,17 @@ def closure():
 for _ in range(3):
     print(f"{opt.step(closure).item():.17g}")
 """
+FOLDS = """
+import torch
+from torch import nn
+for fold in range(2):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randn(3, 4)).pow(2).mean().backward()
+        opt.step()
+"""
 
 
 def test_a_script_is_checked_by_default(tmp_path: Path) -> None:
@@ -90,3 +101,21 @@ def test_the_first_step_counts_if_its_closure_calls_the_model_first(tmp_path: Pa
     assert "checked: 4 tensors and standard output" in staged.errors
     assert "no overlap" in staged.errors  # the forwards of two steps are not taken for accumulation
     assert staged.output == plain.output
+
+
+def test_a_model_that_runs_whole_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "folds.py"
+    script.write_text(FOLDS)
+    staged = in_stages(script, folder=tmp_path)
+    assert staged.code == 0, staged.errors
+    assert f"model ({script}:9) runs whole in this process" in staged.errors
+    assert "3 more optimizer steps, of other models, ran in this process" in staged.errors
+
+
+def test_a_gan_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path, options=("--check", "2"))
+    assert staged.code == 1
+    assert "generator (" in staged.errors
+    assert "and discriminator (" in staged.errors
+    assert "are trained together" in staged.errors
+    assert staged.output == ""
