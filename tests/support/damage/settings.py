@@ -51,7 +51,7 @@ RESUMED = (*AUDITS[:2], "--steps", "4", "--run-dir", "run", "--checkpoint-every"
 RESUME = ("train", "--no-check", "--resume", "--steps", "9", "--run-dir", "run")
 _ALL = [
     _check("fp32"),
-    _check("two", "--steps", "2"),
+    _check("two", "--steps", "2", model="complex_model.py"),
     _check("fp32-6", "--steps", "6"),
     _check("eager", plan=_schedule("eager-1f1b")),
     _check("signs", profile=("--optimizer", "model.py:signs")),
@@ -69,6 +69,7 @@ _ALL = [
     _check("interleaved", plan=_schedule("interleaved")),
     _check("zero-bubble", plan=_schedule("zero-bubble")),
     _check("2bw", plan=_schedule("2bw")),
+    _check("2bw-complex", plan=_schedule("2bw"), model="complex_model.py"),
     _check("2bw-5", "--steps", "5", plan=_schedule("2bw")),
     _check("pipedream", plan=_schedule("pipedream"), profile=("--arg", "tied=False")),
     _check("pipedream-5", "--steps", "5", plan=_schedule("pipedream"), profile=("--arg", "tied=False")),
@@ -77,6 +78,7 @@ _ALL = [
     _check("replicas", plan=REPLICAS, profile=NO_NORM),
     _check("replicas-bf16", plan=REPLICAS, profile=(*NO_NORM, "--precision", "bf16")),
     _check("rep-bn", plan=REPLICAS),
+    _check("rep-complex", plan=REPLICAS, model="complex_model.py"),
     _check("tp2", plan=("--gpus", "2"), profile=("--tensor-parallel", "2")),
     _check("tp2x2", plan=("--gpus", "4"), profile=("--tensor-parallel", "2", *NO_NORM)),
     _check(
@@ -86,8 +88,8 @@ _ALL = [
     ),
     _check("sample-gpt", model="gpt.py"),
     _check("complex", model="complex_model.py"),
-    Setting("train", FIRST),
-    Setting("train-short", SHORT),
+    Setting("train-first", FIRST),
+    Setting("train", SHORT),
     Setting("train-2bw", SHORT, plan=_schedule("2bw")),
     Setting("train-eval", ("train", "--steps", "4", "--eval-every", "2", "--run-dir", "run")),
     Setting("train-ignore-nan", (*FIRST, "--on-nonfinite", "warn"), profile=("--loss", "model.py:nan_loss")),

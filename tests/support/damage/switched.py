@@ -25,7 +25,7 @@ def _from_plain(field: str) -> Callable[..., Any]:
     return replace
 
 
-for FIELD in ("gradients", "buffers", "losses"):
+for FIELD in ("gradients", "buffers", "losses", "states"):
     add(f"off_{FIELD}", *DIFFERENCES, _from_plain(FIELD))
 
 
@@ -46,20 +46,75 @@ add("off_weights", *DIFFERENCES, _parameters(averaged=False))
 add("off_averages", *DIFFERENCES, _parameters(averaged=True))
 
 
-@damages("script.checking", "Reference.compare")
-def off_script(compare: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
-    def switched_off(self: Any, *arguments: Any) -> None:
+def _instead(value: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement that calls ``value`` with the same arguments."""
+
+    def replace(original: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+        def switched_off(*arguments: Any, **options: Any) -> Any:
+            ran()
+            return value(*arguments, **options)
+
+        return switched_off
+
+    return replace
+
+
+@damages(*DIFFERENCES)
+def off_replicas(differences: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Forget which tensors differ between the replicas of a stage."""
+
+    def switched_off(trained: Any, *others: Any) -> Any:
         ran()
+        trained.unlike = frozenset()
+        return differences(trained, *others)
 
     return switched_off
 
 
+# the buffers that must be there; an evaluation; more steps than two; all of it before training
+add("off_reported", "verify.check", "_reported", _instead(lambda *_: set()))
+add("off_evaluation", "verify.check", "_evaluation", _instead(lambda *_: ()))
+add("off_steps", "commands.checking.checking", "steps_to_compare", _instead(lambda *_: 2))
+add("off_first", "commands.training.runs", "check_first", _instead(lambda *_: 0))
+# the script in a process of its own
+add("off_script", "script.checking", "Reference.compare", _instead(lambda *_: 0))
+# the place of an audited minibatch in the data; what is in no weight
+add("off_place", "verify.plain_step", "is_in_place", _instead(lambda *_: True))
+add("off_audited_state", "verify.audited_state", "RunStep.state_differences", _instead(lambda *_: iter(())))
+
+
+def _of_audit(tensors: bool) -> Callable[..., Any]:
+    def replace(compared: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+        def switched_off(ours: Any, loss: float, plain: Any, *others: Any, **options: Any) -> Any:
+            ran()
+            if tensors:
+                ours.tensors = dict(plain.tensors)
+            return compared(ours, loss if tensors else plain.loss, plain, *others, **options)
+
+        return switched_off
+
+    return replace
+
+
+add("off_audited_tensors", "verify.plain_step", "_compared", _of_audit(tensors=True))
+add("off_audited_loss", "verify.plain_step", "_compared", _of_audit(tensors=False))
+
 COMPARISONS: dict[str, tuple[str, str]] = {
-    "off_gradients": ("signs", "grad_x2"),
+    "off_gradients": ("fp32", "grad_reported"),
     "off_weights": ("two", "decay_second"),
-    "off_buffers": ("fp32", "buffers_frozen"),
+    "off_buffers": ("fp32", "counters_frozen"),
     "off_losses": ("fp32", "loss_reported"),
+    "off_states": ("fp32", "state_reset_last"),
     "off_averages": ("ema", "ema_off"),
+    "off_replicas": ("rep-complex", "grad_drop_rank_third"),
+    "off_reported": ("fp32", "buffers_missing"),
+    "off_evaluation": ("fp32", "eval_loss_factor"),
+    "off_steps": ("2bw-complex", "version_older"),
+    "off_first": ("train-first", "grad_1.001_rank"),
     "off_script": ("run", "script_backward"),
+    "off_place": ("audit", "batch_skipped"),
+    "off_audited_state": ("audit", "state_reset"),
+    "off_audited_tensors": ("audit", "round_weight"),
+    "off_audited_loss": ("audit", "loss_reported"),
 }
 """A comparison -> the setting and the damage of the pair that only it sees."""

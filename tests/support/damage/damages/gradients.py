@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from typing import Any
 
 from support.damage.registry import Ran, add, damages
@@ -89,7 +90,6 @@ changed("grad_none_one", lambda gradient: None, one)
 changed("grad_bf16", in_bf16)
 changed("grad_conjugated", lambda gradient: gradient.conj_physical())
 changed("grad_real", lambda gradient: gradient.real.to(gradient.dtype))
-changed("grad_sign_odd", times(-1.0), lambda place: place.step % 2 == 1 and place.step > 2)
 changed("grad_shifted_one", lambda gradient: gradient.roll(1, 0), one)
 changed("nan_to_zero", lambda gradient: gradient.nan_to_num(nan=0.0))
 changed("fp16_zero", finite_to_zero)
@@ -98,22 +98,27 @@ changed("fp16_scale_stage", times(2.0), lambda place: place.stage == 0)
 changed("fp16_scale_second", times(2.0), lambda place: place.stage == 0 and place.step >= 1)
 
 
-@damages(*FINISH)
-def grad_drop_rank_last(finish: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
-    """Lose the gradients of replica 1 in the second step. It is the first to finish them."""
+def _lost_on_replica_1(step: int) -> Callable[..., Any]:
+    """Return a damage that loses the gradients of replica 1 in a step. It is the first to finish them."""
 
-    def damaged(self: Any, minibatch: int, owned: Any) -> Any:
-        if self.rank != 1:
-            time.sleep(0.2)
-        elif minibatch == 1:
-            for parameters in owned.values():
-                for parameter in parameters.values():
+    def replace(finish: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+        def damaged(self: Any, minibatch: int, owned: Any) -> Any:
+            if self.rank != 1:
+                time.sleep(0.2)
+            elif minibatch == step:
+                for parameter in (parameter for each in owned.values() for parameter in each.values()):
                     if parameter.grad is not None:
                         ran()
                         parameter.grad = parameter.grad * 0
-        return finish(self, minibatch, owned)
+            return finish(self, minibatch, owned)
 
-    return damaged
+        return damaged
+
+    return replace
+
+
+add("grad_drop_rank_last", *FINISH, _lost_on_replica_1(1))
+add("grad_drop_rank_third", *FINISH, _lost_on_replica_1(2))
 
 
 @damages(*FINISH)
@@ -131,6 +136,27 @@ def grad_delayed(finish: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
                         ran()
                         parameter.grad = previous
         return finish(self, minibatch, owned)
+
+    return damaged
+
+
+@damages(*FINISH)
+def grad_reported(finish: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Double the gradients that are reported, not those that are used."""
+
+    def damaged(self: Any, minibatch: int, owned: Any) -> Any:
+        hook = self.on_gradients
+
+        def doubled(stage: int, step: int, parameters: Any) -> None:
+            gradients = [p.grad for p in parameters.values() if p.grad is not None]
+            for gradient in gradients:
+                ran()
+                gradient.mul_(2)
+            hook(stage, step, parameters)
+            for gradient in gradients:
+                gradient.mul_(0.5)
+
+        return finish(self if hook is None else with_fields(self, on_gradients=doubled), minibatch, owned)
 
     return damaged
 

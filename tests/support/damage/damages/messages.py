@@ -101,3 +101,19 @@ def script_step(step: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
         step(self, number, groups)
 
     return damaged
+
+
+# -- sums over replicas, of processes ----------------------------------------------------------------------------------
+
+
+@damages("runtime.transport.distributed", "ProcessTransport.start_all_reduce")
+def sum_process(start: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Scale what rank 0 adds."""
+
+    def damaged(self: Any, group: Sequence[int], tensor: Any) -> Any:
+        if self.rank == 0 and tensor.is_floating_point():
+            ran()
+            tensor.mul_(1.001)
+        return start(self, group, tensor)
+
+    return damaged

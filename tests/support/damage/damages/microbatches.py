@@ -157,12 +157,13 @@ def buffers_twice(forward: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-def _without_updates(index: int = -1) -> Callable[..., Any]:
-    """Return a damage that freezes the running statistics of a stage; -1: of all."""
+def _without_updates(index: int = -1, part: str = "") -> Callable[..., Any]:
+    """Return a damage that freezes the statistics of a stage; -1: of all. ``part``: of the name of a buffer."""
 
     def replace(forward: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
         def damaged(self: Any, *arguments: Any) -> Any:
-            buffers = [b for name, b in self.stage.named_buffers() if "running_" in name or "num_batches" in name]
+            statistics = {n: b for n, b in self.stage.named_buffers() if "running_" in n or "num_batches" in n}
+            buffers = [buffer for name, buffer in statistics.items() if part in name]
             before = [buffer.clone() for buffer in buffers]
             outputs = forward(self, *arguments)
             if index in (-1, self.stage.INDEX):
@@ -177,6 +178,7 @@ def _without_updates(index: int = -1) -> Callable[..., Any]:
 
 
 add("buffers_frozen", *FORWARD, _without_updates())
+add("counters_frozen", *FORWARD, _without_updates(part="num_batches"))
 add("buffers_frozen_stage", *FORWARD, _without_updates(1))
 # left out of what a stage reports, as well
 add("buffers_missing", *FORWARD, _without_updates())

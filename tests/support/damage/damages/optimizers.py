@@ -103,7 +103,8 @@ around("rep_one_weights", before=_scaled_on_rank_1)
 around("decay_twice", after=_decayed)
 around("decay_second", after=lambda stepper, stage, count: count == 1 and _decayed(stepper, stage, count))
 around("state_reset", after=_reset)
-around("state_lost_rank", after=lambda s, stage, n: stage == 0 and n == 0 and _reset(s, stage, n))
+around("state_reset_stage", after=lambda s, stage, n: stage == 0 and n == 0 and _reset(s, stage, n))
+around("state_reset_last", after=lambda s, stage, n: n == 2 and _reset(s, stage, n))
 around("round_weight", after=_rounded)
 around("param_left_out", before=_left_out)
 around("lr_group", before=_rates(2.0), after=_rates(0.5))
@@ -167,16 +168,15 @@ def sched_late(step: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-@damages("runtime.step.losses", "LossCollector.collect")
-def loss_reported(collect: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+@damages("runtime.step.stepper", "Stepper._report")
+def loss_reported(report: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Report another loss than was trained with."""
 
-    def damaged(self: Any, minibatch: int) -> Any:
-        loss = collect(self, minibatch)
-        if loss is None:
-            return None
-        ran()
-        return loss * 1.001
+    def damaged(self: Any, minibatch: int) -> None:
+        report(self, minibatch)
+        if minibatch in self.losses:
+            ran()
+            self.losses[minibatch] *= 1.001
 
     return damaged
 
