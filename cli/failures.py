@@ -84,6 +84,16 @@ class Mistyped(click.UsageError):
         self.remedy = remedy
 
 
+# what other tools call an option
+_OTHER_NAMES = {
+    **dict.fromkeys(("--learning-rate", "--learning_rate"), "--lr"),
+    **dict.fromkeys(("--nproc", "--nproc-per-node", "--world-size", "--num-gpus"), "--gpus"),
+    "--max-steps": "--steps",
+    "--num-epochs": "--epochs",
+    "--output-dir": "--run-dir",
+}
+
+
 def _usage(error: click.UsageError) -> tuple[str, str]:
     """Return what is wrong with a command line, and what to try."""
     what = error.format_message()
@@ -97,6 +107,8 @@ def _usage(error: click.UsageError) -> tuple[str, str]:
             number = "--gpus N --replicas never" if "--replicas" in options else "--gpus N"
             return f"there is no option {error.option_name}; the number of stages is {number}", f"{command} --help"
         nearest = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
+        if (other := _OTHER_NAMES.get(error.option_name)) in options:
+            nearest = [str(other)]
         what = f"there is no option {error.option_name}{f'. Did you mean {nearest[0]}?' if nearest else ''}"
     return what, f"{command} --help"
 

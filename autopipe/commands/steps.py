@@ -219,6 +219,7 @@ def prepare(
 
     Raises: RunError if the number of ranks is not known; the errors of ``accept`` and of the steps.
     """
+    request_of(settings)  # refuses what cannot be read or is unknown, before anything is measured
     work = Work.begin(settings.work_dir, progress, elsewhere=settings.elsewhere)
     minibatch = minibatch_of(settings, work.load(Plan, work.store.plan))
     sizes = sizes_of(settings)

@@ -22,7 +22,8 @@ def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:
         raise PlanError(
             f"{num_stages} stages requested, but the model has {num_legal} legal cuts: at most {num_legal + 1} stages",
             where=f"graph of {name}",
-            remedy=f"use {num_legal + 1} ranks or fewer (stages_per_rank multiplies them)",
+            remedy=f"use {counted(num_legal + 1, 'rank')}{' or fewer' if num_legal else ''} "
+            "(--stages-per-rank multiplies the stages)",
         )
 
 
@@ -113,7 +114,7 @@ def does_not_fit(problem: Problem) -> DoesNotFitError:
     return DoesNotFitError(
         f"stage {worst} needs {texts[0]}, but {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({name}) on {device.name}, "
-        f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.kind.name}",
+        f"{counted(problem.num_microbatches, 'microbatch')} of {problem.microbatch_size}, schedule {problem.kind.name}",
         remedy=remedy,
     )
 

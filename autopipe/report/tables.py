@@ -121,7 +121,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
     members = f" of {plan.team} members" if plan.team > 1 else ""
     table = new_table(
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}{members}, {plan.schedule}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
+        f"{counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size}",
         "stage",
         "ranks",
         "modules",
@@ -291,6 +291,11 @@ def _order(report: CheckReport) -> str:
     """Return the difference between the plan's order of sums and one process's, in gradients and in weights."""
     gradient = max(report.parameters, key=lambda entry: entry.order_gradient)
     weight = max(report.parameters, key=lambda entry: entry.order_weight)
+    if not gradient.order_gradient and not weight.order_weight:
+        return (
+            f"that order differs from one process's: {'; '.join(report.orders)}\n"
+            f"in these steps both give the same gradients and weights{_plain_order(report)}"
+        )
     rounding = f"by up to {gradient.order_gradient:.1e} ({gradient.name})" if gradient.order_gradient else "by nothing"
     return (
         f"that order differs from one process's: {'; '.join(report.orders)}\n"

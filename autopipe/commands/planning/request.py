@@ -7,12 +7,15 @@ from pathlib import Path
 from autopipe.commands.settings import PlanSettings
 from autopipe.errors import PlanError
 from autopipe.planning import read_cluster
+from autopipe.planning.cost.datasheets import datasheet
 from autopipe.planning.requests import PlanRequest
 
 
 def request_of(settings: PlanSettings) -> PlanRequest:
     """Return the request of the settings. Raises: PlanError if the cluster file or the schedule file cannot be read."""
     figures, order = settings.cluster, settings.order
+    if figures.device_name is not None:
+        datasheet(figures.device_name)  # an unknown name is refused before anything is measured
     grid = None if order.file is None else _read(order.file)
     if grid is not None and settings.schedule not in (None, "custom"):
         raise PlanError(

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopipe.errors import DoesNotFitError, PlanError
+from autopipe.errors import DoesNotFitError, PlanError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning.build import StageChoice, build_plan
 from autopipe.planning.cost.pair_sum import Array
@@ -191,6 +191,6 @@ class SpilledSearch:
             f"{in_bytes(math.ceil(worst.peak_bytes / (1 - MARGIN)))}, and the device has {in_bytes(self._memory)}. The "
             f"largest part is {plan.stages[largest].name}: it has {in_bytes(float(weights))} of weights, twice which "
             f"must fit, and up to {in_bytes(float(state))} are optimizer state",
-            where=f"{plan.num_microbatches} microbatches of {plan.microbatch_size}, schedule spilled",
+            where=f"{counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size}, schedule spilled",
             remedy=f"{smaller}use an optimizer with less state, or a device with more memory",
         )

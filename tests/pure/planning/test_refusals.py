@@ -24,7 +24,7 @@ def test_more_stages_than_cuts_are_refused():
     error = refusal(chain(4), machine(5), PlanOptions(num_ranks=5, batch_size=8))
     assert error.what == "5 stages requested, but the model has 3 legal cuts: at most 4 stages"
     assert error.where == "graph of chain.py"
-    assert error.remedy == "use 4 ranks or fewer (stages_per_rank multiplies them)"
+    assert error.remedy == "use 4 ranks or fewer (--stages-per-rank multiplies the stages)"
 
 
 def test_more_ranks_than_the_cluster_has_are_refused():
