@@ -153,6 +153,8 @@ def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Sizes = NO_SIZES) -> Profile:
     """Measure a captured model in this process, and write profile.json."""
     own_size = model.workload.num_samples(model.workload.example_item(None))
+    if model.capture.coupling.wants_whole and not sizes.exact:
+        sizes = dataclasses.replace(sizes, exact=(sizes.batch_size or own_size,))
     larger = larger_sizes(sizes.batch_size or own_size)
     if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
         wanted = sizes.exact or (model.workload.num_samples(model.workload.example_item(1)),)
@@ -186,7 +188,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
         graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
         profile = dataclasses.replace(profile, graph=graph)
     # so that a plan can be made later without the model file
-    profile = dataclasses.replace(profile, batch_size=own_size)
+    profile = dataclasses.replace(profile, batch_size=own_size, coupling=model.capture.coupling)
     artifact.save(profile, work.store.profile)
     return profile
 

@@ -90,7 +90,8 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
         measured, _ = counted_if_too_large(lambda how: measure_anew(how, work, minibatch=Minibatch()), settings, work)
         profile = measured.profile
         work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {measured.method}")
-        return ProfileResult(profile, str(work.store.profile), tuple(work.notes), measured.warnings)
+        warnings = (*measured.warnings, *filter(None, [profile.coupling.text()]))
+        return ProfileResult(profile, str(work.store.profile), tuple(work.notes), warnings)
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
@@ -145,7 +146,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             str(work.store.plan),
             choice.seconds,
             (*work.notes, *assumptions(record, plan)),
-            warnings,
+            (*warnings, *filter(None, [profile.coupling.text(plan.num_microbatches)])),
             against,
             reasons,
             question,
@@ -204,6 +205,7 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         captured, stored = model.capture, work.load(Profile, work.store.profile)
         if stored is not None and stored.graph.digest == plan.graph_digest:
             captured = described_as(stored.graph, captured)
+            work.notes.extend(filter(None, [stored.coupling.text(plan.num_microbatches)]))
         files = generate_stages(captured, plan, work.store.stages)
         evaluation.record(model, plan, settings, work)
         remember_stages(work.store.stages)
@@ -248,7 +250,7 @@ def prepare(
         plan=plan,
         stages=work.store.stages,
         notes=(*work.notes, model.workload.choice.note, *assumptions(record, plan)),
-        warnings=model.capture.notes,
+        warnings=(*model.capture.notes, *filter(None, [profile.coupling.text(plan.num_microbatches)])),
         evaluation_note=note,
         max_shapes=settings.max_shapes,
         allow_data_dependent=settings.profile.allow_data_dependent,

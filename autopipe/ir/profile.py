@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from autopipe.ir.artifact import OMIT_DEFAULT
+from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -172,6 +173,8 @@ class Profile:
     optimizer_seconds_per_byte: float = 0.0  # of an optimizer step, per byte of parameters
     optimizer_bytes_per_byte: float = 2.0  # of optimizer state, per byte of parameters (AdamW in float32: 2)
     batch_size: int = 0  # samples of a minibatch of the user's data; 0: not known
+    # by how much microbatches change the gradient
+    coupling: Coupling = field(default=Coupling(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         names = {node.name for node in self.graph.nodes}

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.coupling import COUPLED, in_percent
 from autopipe.ir.plan import Plan, Stage, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.report import grids, rates
@@ -229,7 +230,7 @@ def compared_with(full: FullBatchReport) -> str:
         return f"compared with plain training over whole batches of {sizes}"
     text = f"compared with plain accumulation over {full.microbatches} microbatches of {sizes}"
     weighted = "" if full.divisor == "the samples" else f", weighted by {full.divisor}"
-    error = "has no finite gradient" if full.error is None else f"differs by {full.error:.0e}"
+    error = "has no finite gradient" if full.error is None else f"differs by {_amount(full.error)}"
     if full.reason:
         error = f"was not compared ({full.reason})"
     text_of_all = f"{text}{weighted}; the full batch {error}"
@@ -238,6 +239,17 @@ def compared_with(full: FullBatchReport) -> str:
     layers = counted(len(full.statistics), "layer")
     relation = "with" if full.parameters else "apart from"
     return f"{text_of_all}, {relation} the batch statistics of {layers}, which are those of each microbatch"
+
+
+def _amount(error: float) -> str:
+    """Return a relative difference: rounding as a power of ten, more than that in percent."""
+    return in_percent(error) if error >= COUPLED else f"{error:.0e}"
+
+
+def _over(report: CheckReport) -> str:
+    """Return over which microbatches the plain loop accumulates, or "" if it has whole minibatches."""
+    count = 1 if report.full_batch is None else report.full_batch.microbatches
+    return f", over the same {count} microbatches" if count > 1 else ""
 
 
 def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
@@ -259,9 +271,9 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
         what = "equal to plain training, to the last bit"
         if report.orders:
             what = "equal, to the last bit, to plain training that adds in the plan's order"
-        verdict = f"{what}: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
+        verdict = f"{what}{_over(report)}: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
         return (f"{verdict}\n{_order(report)}" if report.orders else verdict,)
-    word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
+    word = f"equal to plain training within rounding{_over(report)}" if report.equal else "NOT equal to plain training"
     if report.nonfinite:
         word = f"NOT proven, {report.nonfinite}"
     shown = [e for e in report.parameters if not report.equal or e.error <= report.max_relative_error]

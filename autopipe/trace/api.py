@@ -13,9 +13,10 @@ from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import TraceError
+from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
 from autopipe.trace.after_step import effects_of
-from autopipe.trace.loss.coupling import coupling_notes
+from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.loss.gradient import refuse_without_gradient
 from autopipe.trace.opaque.choose import Opaque, paths_of
@@ -142,10 +143,12 @@ def _capture(
         else:
             captured = _bounded(captured, lengths, part)
     exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)
+    coupling = Coupling()
     if trains(model) and not fixed and others is None:
-        notes += coupling_notes(workload, model, item, captured.graph, captured.divisor)
+        notes += statistics_notes(captured.graph)
+        coupling = coupling_of(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
+    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes), coupling=coupling)
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import field
 
 from torch import Tensor, fx
 
+from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
 from autopipe.ir.teams.axes import Shard
 from autopipe.trace.evaluation import Arguments
@@ -28,6 +29,7 @@ class Capture:
     notes: tuple[str, ...]  # messages for the user
     exact: bool | None = None  # whether verification found every bit equal; None if it did not run
     divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
+    coupling: Coupling = field(default=Coupling())  # by how much microbatches change the gradient, if verified
     team: int = 1  # members that run it together; see ``trace.teams``
     shards: Mapping[str, Shard] = field(default_factory=dict)  # what each member has of parameters, buffers, constants
 

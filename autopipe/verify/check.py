@@ -13,12 +13,13 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from autopipe import sparse
 from autopipe.errors import counted
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
@@ -47,6 +48,8 @@ from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
+# a tensor whose values are smaller than this part of the largest of all tensors has errors relative to that
+_LEAST_SCALE = 1e-3
 # how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
@@ -265,14 +268,23 @@ class _Orders:
 
     @staticmethod
     def between(plain: Trained, reference: Trained) -> _Orders:
-        """Compare the two plain loops."""
-        first, last = Worst(), Worst()
+        """Compare the two plain loops. The gradient of a bias before a BatchNorm, which is zero, has no large error."""
+        every, first, last = Worst(), Worst(), Worst()
+        scale = _LEAST_SCALE * _largest(plain.gradients.values())
         for (step, name), gradient in plain.gradients.items():
-            if not step:
-                first.add(name, reference.gradients.get((step, name)), gradient)
+            for worst in (every,) if step else (every, first):
+                worst.add(name, reference.gradients.get((step, name)), gradient, least=scale)
+        scale = _LEAST_SCALE * _largest(plain.parameters.values())
         for name, parameter in plain.parameters.items():
-            last.add(name, reference.parameters[name], parameter)
-        return _Orders(noise_between(plain, reference).errors, finite(first.errors), finite(last.errors))
+            for worst in (every, last):
+                worst.add(name, reference.parameters[name], parameter, least=scale)
+        return _Orders(*(finite(worst.errors) for worst in (every, first, last)))
+
+
+def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
+    """Return the largest finite absolute value of any tensor."""
+    dense = [sparse.dense(tensor).abs() for tensor in tensors if tensor is not None and tensor.numel()]
+    return max((float(t.nan_to_num(0.0, 0.0, 0.0).max()) for t in dense), default=0.0)
 
 
 def _joined_difference(loop: _Plain, plain: Trained) -> str:

@@ -183,14 +183,22 @@ class Worst:
         self.states[name] = max(self.states.get(name, 0.0), errors.errors.get(name, 0.0))
         self.unequal |= errors.unequal
 
-    def add(self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, skipped: bool = False) -> float:
-        """Compare a tensor and return its relative error."""
+    def add(
+        self,
+        name: str,
+        ours: torch.Tensor | None,
+        theirs: torch.Tensor | None,
+        *,
+        skipped: bool = False,
+        least: float = 0.0,
+    ) -> float:
+        """Compare a tensor and return its relative error. ``least``: see ``relative_error``."""
         if ours is None or theirs is None:
             error = 0.0 if ours is None and theirs is None else float("inf")
             same = not error
         else:
             same = sparse.equal(ours, theirs)
-            error = 0.0 if same else relative_error(ours, theirs)
+            error = 0.0 if same else relative_error(ours, theirs, least)
             if not math.isfinite(error) and ours.shape == theirs.shape:
                 error, one_sided = _errors_of_nonfinite(ours, theirs)
                 same = not error and not one_sided
@@ -206,15 +214,15 @@ class Worst:
         return error
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return max |a - b| / max |b|. Infinite if shapes differ or a value is NaN."""
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor, least: float = 0.0) -> float:
+    """Return max |a - b| / max(|b|, ``least``). Infinite if shapes differ or a value is NaN."""
     if ours.shape != theirs.shape:
         return float("inf")
     a, b = sparse.wide(ours), sparse.wide(theirs)
     same = a == b
     if bool(same.all()):
         return 0.0
-    error = float((a - b).abs()[~same].max() / b.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    error = float((a - b).abs()[~same].max() / b.abs().max().clamp_min(max(least, torch.finfo(torch.float32).tiny)))
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
 
 

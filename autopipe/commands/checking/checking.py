@@ -284,6 +284,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
         kind += f" (tolerance {result.tolerance:.1e}: --compile rounds differently than eager code)"
     if result.skipped:
         kind += f"; {counted(result.skipped, 'step')} of them skipped, because a gradient overflows in float16"
+    if prepared.plan.num_microbatches > 1:
+        kind += f", over the same {prepared.plan.num_microbatches} microbatches"
     for text in result.left_out:
         events("note", {"text": text})
     events("note", {"text": f"{counted(len(result.losses), 'step')} compared with plain training: equal, {kind}"})

@@ -152,7 +152,12 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
 
 
 def space_of(profile: Profile, request: PlanRequest, work: Work, batch_size: int) -> tuple[Space, Cluster]:
-    """Return the plans to consider for a request, and the cluster they are for."""
+    """Return the plans to consider for a request, and the cluster they are for.
+
+    A loss that microbatches change has one microbatch if the request has no number of them.
+    """
+    if profile.coupling.wants_whole and request.num_microbatches is None is request.microbatch_size:
+        request = dataclasses.replace(request, num_microbatches=1)
     num_ranks = ranks_of(request, profile)
     cluster = cluster_of(request, num_ranks, profile, work)
     return Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed"), cluster

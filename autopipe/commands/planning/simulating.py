@@ -64,7 +64,7 @@ def simulate(
             timeline,
             render(order_of_work),
             str(store.timeline),
-            notes,
+            (*notes, *filter(None, [profile.coupling.text(plan.num_microbatches)])),
             trace="" if trace is None else str(trace),
             overlaps=any(order_of_work.staleness),
             schedule_options="" if plan.digest == record.plan_digest else schedule_flags(plan, requested.order.file),

@@ -255,6 +255,6 @@ def _divisor(folder: Path, plan: Plan, graph: Graph) -> Stage | None:
 def _disagreement(divisor: str, amount: float) -> str:
     return (
         f"warning: the terms of the loss divide by different numbers ({divisor}): the shares of a microbatch that they "
-        f"ask for differ by up to {amount:.2g}. Each microbatch counts by its samples, which differs slightly from the "
-        "complete batch; return (loss, weight) from the loss, or train with one microbatch"
+        f"ask for differ by up to {amount:.2g}. Each microbatch counts by its samples, so training "
+        "is not training with complete minibatches; return (loss, weight) from the loss, or use --num-microbatches 1"
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from autopipe.errors import ModelFileError
+from autopipe.ir.coupling import COUPLED, Coupling
 from autopipe.ir.graph import Graph
 from autopipe.ir.module_names import called
 from autopipe.ir.shares import Shares
@@ -19,25 +20,24 @@ from autopipe.workload.cutting.find import in_dimension_one
 
 logger = logging.getLogger(__name__)
 
-COUPLED = 1e-3  # relative difference of the gradients that is reported
+_MOST_PARTS = 8  # in the search for parts whose shares differ for two terms of the loss
 _COARSE = 8.0  # multiple of the machine epsilon that is tolerated in a coarse type such as bfloat16
 
 
-def coupling_notes(
-    workload: Workload, model: nn.Module, item: Item, graph: Graph, divisor: Divisor | None
-) -> list[str]:
-    """Compare the gradient of a batch with that of its halves, and return notes on differences and batch statistics.
+def coupling_of(workload: Workload, model: nn.Module, item: Item, graph: Graph, divisor: Divisor | None) -> Coupling:
+    """Compare the gradient of a batch with that of its halves.
 
     The gradients are computed near the initial weights, with the same random numbers for every sample and with the
     statistics of the complete batch in layers such as batch norm: see ``trace.loss.steady``.
 
     Raises: ModelFileError if dimension 1 counts the samples, and dimension 0 was assumed only by default.
     """
-    notes = statistics_notes(graph)
     parts = workload.split(item, 2)
     if len(parts) < 2:
-        return notes
+        return Coupling()
     shares = _shares(workload, divisor, item, parts)
+    if divisor is not None and len(divisor.outputs) > 1:
+        item, parts, shares = _disagreeing(workload, divisor, item, parts, shares)
     try:
         with steady(workload, model, item):
             whole = gradients_of(workload, model, [item], [1.0])
@@ -50,9 +50,9 @@ def coupling_notes(
             is_sum = apart is not None and apart > limit and _is_sum(workload, model, whole, parts, limit)
     except Exception as error:
         logger.info("a batch was not compared with its microbatches: %s", error)
-        return notes
+        return Coupling()
     if apart is None or apart <= limit:
-        return notes
+        return Coupling()
     if not is_sum:
         _refuse_samples_in_dimension_one(workload, model)
     count = workload.num_samples(item)
@@ -60,17 +60,28 @@ def coupling_notes(
     advice = ""
     if shares.disagreement and divisor is not None:
         cause = f"the terms of the loss divide by different numbers ({divisor.text})"
+        if divisor.penalty:
+            cause = f"the loss divides by {divisor.text}, and has a term that does not depend on the batch"
     elif is_sum:
         cause = "the loss is a sum over the samples of a batch, in a form that is not recognised"
         advice = (
             "; let it end in a torch.sum or reduction='sum', which is recognised and trained as one batch, or divide "
             "it by the number of samples"
         )
-    notes.append(
-        f"{cause}: the gradient of {count} samples and that of two microbatches of them differ by {apart:.2g} of "
-        f"its size; training then depends on the microbatch size{advice}"
-    )
-    return notes
+    return Coupling(apart, count, len(parts), cause, advice)
+
+
+def _disagreeing(
+    workload: Workload, divisor: Divisor, item: Item, parts: list[Item], shares: Shares
+) -> tuple[Item, list[Item], Shares]:
+    """Return a batch, parts of it, and their shares. In few samples, the terms of a loss may agree by chance."""
+    for batch in (item, workload.example_item(None)):
+        for count in range(2, min(workload.num_samples(batch), _MOST_PARTS) + 1):
+            cut = workload.split(batch, count)
+            of_cut = _shares(workload, divisor, batch, cut)
+            if of_cut.disagreement:
+                return batch, cut, of_cut
+    return item, parts, shares
 
 
 def _refuse_samples_in_dimension_one(workload: Workload, model: nn.Module) -> None:

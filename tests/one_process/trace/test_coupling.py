@@ -103,9 +103,9 @@ def test_only_coupled_samples_are_reported_and_the_model_is_unchanged(name: str,
     modes = [module.training for module in model.modules()]
     memory = [parameter.data_ptr() for parameter in model.parameters()]
     random = torch.get_rng_state()
-    notes = capture(workload, model=model).notes
-    assert any("couples the samples" in note for note in notes) == coupled, notes
-    assert any("batch statistics" in note for note in notes) == (name == "batch norm")
+    captured = capture(workload, model=model)
+    assert ("couples the samples" in captured.coupling.text()) == coupled == bool(captured.coupling.error)
+    assert any("batch statistics" in note for note in captured.notes) == (name == "batch norm")
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
     assert [parameter.data_ptr() for parameter in model.parameters()] == memory
@@ -141,10 +141,10 @@ def test_a_sum_over_the_batch_is_recognised_or_reported_in_random_models(name: s
     path = tmp_path / "model.py"
     path.write_text(HEAD % {"cast": "", "loss": text} + TAIL % model)
     captured = capture(load_workload(LoadOptions(str(path))))
-    notes = [note for note in captured.notes if "training then depends on the microbatch size" in note]
-    assert [reported in note for note in notes] == ([True] if reported else []), captured.notes
+    coupling = captured.coupling
+    assert reported in coupling.text() and bool(reported) == bool(coupling.error)
     assert divisor in captured.graph.divisor and bool(divisor) == bool(captured.graph.divisor)
-    assert all(("reduction='sum'" in note) == ("sum" in reported) for note in notes)
+    assert ("reduction='sum'" in coupling.text()) == ("sum" in reported)
 
 
 def test_batch_statistics_are_noted():
