@@ -135,6 +135,7 @@ class FullBatchReport:
     statistics: tuple[str, ...] = ()  # layers that use statistics of each microbatch
     parameters: tuple[FullBatchParameter, ...] = ()  # only with --full-batch
     reason: str = ""  # the reason why nothing was compared
+    fault: str = ""  # the factors of the microbatches are wrong
 
 
 @dataclass(frozen=True, slots=True)

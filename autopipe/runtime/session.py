@@ -16,7 +16,6 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
-from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
@@ -38,6 +37,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.rows import RankRows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
+from autopipe.runtime.step.shares import Divisors
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.windows import Window, Windows
@@ -191,9 +191,9 @@ class RankSession:
             self.executor.run(row, minibatches, offset=offset)
         self._audits.end(functools.partial(self.save, first + 1, window.place))
 
-    def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
-        """Return the share of each microbatch in the loss of its minibatch."""
-        return self._recordings.shares(item, parts)
+    def divisors(self, item: Any, parts: Sequence[Any]) -> Divisors | None:
+        """Return the divisors of the loss in a minibatch and its parts; None if it divides by the samples."""
+        return self._recordings.divisors(item, parts)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

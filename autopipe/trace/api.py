@@ -13,7 +13,6 @@ from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import TraceError
-from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
@@ -143,12 +142,13 @@ def _capture(
         else:
             captured = _bounded(captured, lengths, part)
     exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)
-    coupling = Coupling()
     if trains(model) and not fixed and others is None:
         notes += statistics_notes(captured.graph)
-        coupling = coupling_of(workload, model, item, captured.graph, captured.divisor)
+        captured = dataclasses.replace(
+            captured, coupling=coupling_of(workload, model, item, captured.graph, captured.divisor)
+        )
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes), coupling=coupling)
+    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:

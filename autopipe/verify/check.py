@@ -13,13 +13,12 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from autopipe import sparse
 from autopipe.errors import counted
 from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
@@ -35,6 +34,7 @@ from autopipe.verify.noise import (
     ENLARGED,
     add_noise,
     finite,
+    largest_of,
     noise_between,
     noise_of_compiler,
     noise_of_path,
@@ -145,10 +145,10 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        # first: the ranks determine the shares of batches of other shapes
+        # first: the ranks record batches of other shapes, with their divisors
         evaluated = items[:1] if evaluate and can_be_compared(workload, items[0], settings, loop.device) else ()
-        trained, shares = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
-        loop = replace(loop, settings=replace(settings, shares=shares.__getitem__))
+        trained, divisors = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
+        loop = replace(loop, settings=replace(settings, divisors=divisors))
         plain = loop.train()
         orders = _Orders()
         reference = plain
@@ -270,21 +270,15 @@ class _Orders:
     def between(plain: Trained, reference: Trained) -> _Orders:
         """Compare the two plain loops. The gradient of a bias before a BatchNorm, which is zero, has no large error."""
         every, first, last = Worst(), Worst(), Worst()
-        scale = _LEAST_SCALE * _largest(plain.gradients.values())
+        scale = _LEAST_SCALE * largest_of(plain.gradients.values())
         for (step, name), gradient in plain.gradients.items():
             for worst in (every,) if step else (every, first):
                 worst.add(name, reference.gradients.get((step, name)), gradient, least=scale)
-        scale = _LEAST_SCALE * _largest(plain.parameters.values())
+        scale = _LEAST_SCALE * largest_of(plain.parameters.values())
         for name, parameter in plain.parameters.items():
             for worst in (every, last):
                 worst.add(name, reference.parameters[name], parameter, least=scale)
         return _Orders(*(finite(worst.errors) for worst in (every, first, last)))
-
-
-def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
-    """Return the largest finite absolute value of any tensor."""
-    dense = [sparse.dense(tensor).abs() for tensor in tensors if tensor is not None and tensor.numel()]
-    return max((float(t.nan_to_num(0.0, 0.0, 0.0).max()) for t in dense), default=0.0)
 
 
 def _joined_difference(loop: _Plain, plain: Trained) -> str:

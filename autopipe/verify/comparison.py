@@ -230,7 +230,7 @@ def _errors_of_nonfinite(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[floa
     """Return the error of the elements that are finite on both sides, and the part that is so on one side only."""
     a, b = sparse.wide(ours), sparse.wide(theirs)
     both = a.isfinite() & b.isfinite()
-    one_sided = (a.isfinite() ^ b.isfinite()).double().mean()
+    one_sided = (a.isfinite() ^ b.isfinite()).float().mean()
     return relative_error(a[both], b[both]), float(one_sided)
 
 

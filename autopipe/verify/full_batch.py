@@ -6,7 +6,8 @@ of its microbatches. See ``trace.loss.steady``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class FullBatch:
 
     # of the gradient of all parameters, relative to its norm; None: NaN
     error: float | None
+    # how the factors are wrong: others add up to the gradient of the minibatch, and these do not
+    fault: str = ""
     # each parameter, if requested
     parameters: tuple[TensorPair, ...] = ()
 
@@ -45,10 +48,13 @@ def full_batch(
     factors: Sequence[float],
     device: torch.device,
     *,
+    limit: float = math.inf,
     step: bool = False,
 ) -> FullBatch:
     """Compare a minibatch with its weighted parts. Memory: a model, and its gradients in float64 on the CPU, twice.
 
+    ``limit``: a larger difference needs a reason. It is the factors if others add up to the minibatch within ``limit``,
+    and otherwise the samples, which then depend on one another. This needs the gradients of each part at a time.
     ``step``: take one optimizer step with each, from the initial weights, and with the batch statistics of each.
     Otherwise the weights are moved away from their initial values, and layers with batch statistics use those of the
     complete batch.
@@ -58,15 +64,48 @@ def full_batch(
     with steady(workload, model, item, as_it_is=step):
         whole = gradients_of(workload, model, [item], [1.0])
         accumulated = gradients_of(workload, model, moved, factors)
-    error = difference(whole, accumulated)
+        error, fault = difference(whole, accumulated), ""
+        if not step and error is not None and error > limit:
+            fault = _fault(whole, [gradients_of(workload, model, [part], [1.0]) for part in moved], factors, limit)
     if not step:
-        return FullBatch(error)
+        return FullBatch(error, fault)
     stepped = _stepped(workload, whole, device), _stepped(workload, accumulated, device)
     pairs = [
         TensorPair(name, _largest(whole[name], accumulated.get(name)), _largest(stepped[0][name], stepped[1].get(name)))
         for name in whole
     ]
-    return FullBatch(error, tuple(pairs))
+    return FullBatch(error, parameters=tuple(pairs))
+
+
+def _fault(
+    whole: Mapping[str, torch.Tensor],
+    each: Sequence[Mapping[str, torch.Tensor]],
+    factors: Sequence[float],
+    limit: float,
+) -> str:
+    """Return how the factors differ from those that add up to the minibatch; "" if none do within ``limit``."""
+    products = torch.tensor([[_product(one, other) for other in each] for one in each], dtype=torch.float64)
+    wanted = torch.tensor([_product(one, whole) for one in each], dtype=torch.float64)
+    if not bool(products.isfinite().all()) or not bool(wanted.isfinite().all()):
+        return ""
+    best = torch.linalg.pinv(products, hermitian=True) @ wanted  # least squares
+    total = {
+        name: torch.stack([f * part[name] for f, part in zip(best.tolist(), each, strict=True) if name in part]).sum(0)
+        for name in whole
+        if any(name in part for part in each)
+    }
+    left = difference(whole, total)
+    if left is None or left > limit:
+        return ""
+    return f"their factors are {_numbers(factors)}, and those of its gradient are {_numbers(best.tolist())}"
+
+
+def _product(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    return sum(float((one[name].conj() * other[name]).real.sum()) for name in one.keys() & other.keys())
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def _on(device: torch.device, workload: Workload, item: Any) -> Any:

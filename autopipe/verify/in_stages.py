@@ -18,8 +18,10 @@ from autopipe.runtime.events import Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.step.gradients import GradientHook
+from autopipe.runtime.step.shares import Divisors
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.trace.axes.combined import joined as joined_parts
+from autopipe.verify.inputs import parts_of
 from autopipe.workload import Workload
 
 Gradients = dict[tuple[int, str], torch.Tensor | None]
@@ -123,8 +125,8 @@ def train_in_stages(
     items: Sequence[Any],
     *,
     evaluated: Sequence[Any] = (),
-) -> tuple[Trained, list[tuple[float, ...]]]:
-    """Train in stages, with ranks as threads. Return the results, and the shares of the parts of each minibatch.
+) -> tuple[Trained, list[Divisors | None]]:
+    """Train in stages, with ranks as threads. Return the results, and the divisors of the loss in each minibatch.
 
     ``evaluated``: minibatches that are evaluated before and after training.
     """
@@ -159,11 +161,11 @@ def train_in_stages(
     trained.evaluation = tuple(loss for reporter in reporters for loss in reporter.losses)
     if context.plan.workload.precision == "fp16":
         trained.note_skipped()
-    parts = [workload.split(item, context.plan.num_microbatches) for item in fresh(items)]
-    shares = [sessions[0].shares(item, part).factors for item, part in zip(items, parts, strict=True)]
+    parts = [parts_of(workload, item, context.plan.num_microbatches) for item in fresh(items)]
+    divisors = [sessions[0].divisors(item, part) for item, part in zip(items, parts, strict=True)]
     del sessions
     release(torch.device(job.device))
-    return trained, shares
+    return trained, divisors
 
 
 def _of_member(context: RunContext, each: Sequence[Trained], sessions: Sequence[RankSession]) -> Trained:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from autopipe import sparse
 from autopipe.errors import counted
 from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import Worst, relative_error
@@ -109,3 +110,9 @@ def _beyond(large: list[str], limit: float) -> str:
     if not large:
         return ""
     return f", and in {counted(len(large), 'tensor')} such as {large[0]} by more than rounding can explain ({limit:g})"
+
+
+def largest_of(tensors: Iterable[torch.Tensor | None]) -> float:
+    """Return the largest finite absolute value of any tensor."""
+    dense = [sparse.dense(tensor).abs() for tensor in tensors if tensor is not None and tensor.numel()]
+    return max((float(t.nan_to_num(0.0, 0.0, 0.0).max()) for t in dense), default=0.0)

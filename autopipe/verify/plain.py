@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from autopipe.draws import Draws, flat_checkpoints, seed_recurrent_layers
+from autopipe.draws import flat_checkpoints, seed_recurrent_layers
 from autopipe.runtime.after_step.average import average_dtype
 from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
+from autopipe.runtime.step.shares import Divisors
+from autopipe.verify.deferred import OwnStatistics
+from autopipe.verify.inputs import PlainDraws, factors_of, parts_of, samples_of
 from autopipe.verify.order import Key, ReplicaBuffers, SumOrder
 from autopipe.workload import Workload
 
@@ -54,7 +57,7 @@ class Subject:
         """
         if draws is None:
             return self.workload.loss(self.model, part)
-        with Draws(*draws), flat_checkpoints():
+        with PlainDraws(*draws), flat_checkpoints():
             return self.workload.loss(self.model, part)
 
 
@@ -100,8 +103,10 @@ class PlainSettings:
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # the order of sums of a plan; None: that of one process
     order: SumOrder | None = None
-    # step -> the share of each part of its minibatch; None: its share of the samples
-    shares: Callable[[int], Sequence[float]] | None = None
+    # by step, the divisors of the loss; () or None: the numbers of samples
+    divisors: Sequence[Divisors | None] = ()
+    # of the parts of every minibatch, in place of those that follow from the divisors
+    factors: Sequence[float] = ()
     # decay of averaged weights; 0: no averages
     ema: float = 0.0
 
@@ -213,7 +218,9 @@ class _Sums:
         self._kept: dict[Key, torch.Tensor | None] = {}
         self._keys: list[Key] = []
         self._replicas: dict[int, ReplicaBuffers | ReplicaStatistics] = {}
-        self._deferred = DeferredStatistics.of(subject.model) if settings.deferred_batch_norm else None
+        deferred = settings.deferred_batch_norm
+        self._own = OwnStatistics(subject.model) if deferred else None  # before the other, which changes the layers
+        self._deferred = DeferredStatistics.of(subject.model) if deferred else None
         if self.order is None:
             return
         for stage, written in self.order.written.items():
@@ -256,8 +263,8 @@ class _Sums:
 
     def commit(self) -> None:
         """Update the deferred statistics at the end of a minibatch."""
-        if self._deferred is not None:
-            self._deferred.commit()
+        if self._deferred is not None and self._own is not None:
+            self._own.commit(self._deferred.commit)
 
     def _leaf(self, key: Key) -> nn.Parameter:
         leaves = self.subject.leaves(key[0])
@@ -307,12 +314,11 @@ def _minibatch(
     scaler: torch.amp.GradScaler | None,
 ) -> tuple[float, float]:
     """Run forward and backward of a minibatch. Return its loss, and the divisor of the gradients."""
-    parts = workload.split(item, settings.num_microbatches)
-    if settings.shares is None:
-        total = sum(workload.num_samples(part) for part in parts)
-        factors: Sequence[float] = [workload.num_samples(part) / total for part in parts]
-    else:
-        factors = settings.shares(step)
+    parts = parts_of(workload, item, settings.num_microbatches)
+    factors = settings.factors
+    if not factors:
+        divisors = settings.divisors[step] if settings.divisors else None
+        factors, _ = factors_of([samples_of(workload, part) for part in parts], divisors)
     shares: list[float] = []
     weights: list[float] = []
     for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):

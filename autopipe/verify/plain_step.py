@@ -139,7 +139,7 @@ def _plain(
     """
     workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
-    settings = replace(settings, shares=lambda step: factors)
+    settings = replace(settings, factors=factors)
     # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
     subject = CompiledModel(workload, device, context.graph) if compiled else Subject(workload, device)

@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # what is real there
 REAL = {
     "autopipe/sparse.py": "wide() itself",
+    "autopipe/verify/deferred.py": "the inputs of BatchNorm, which is real",
     "autopipe/runtime/step/deferred.py": "the inputs of BatchNorm, which is real",
     "autopipe/runtime/step/finite.py": "the extremes of the real view of a complex tensor",
     "autopipe/runtime/step/scalars.py": "losses",

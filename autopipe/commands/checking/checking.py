@@ -21,7 +21,7 @@ from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
-from autopipe.commands.checking.whole import compared_with_the_whole
+from autopipe.commands.checking.whole import compared_with_the_whole, refusal_of_weights
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
 from autopipe.commands.steps import Prepared, batch_size_of, prepare
@@ -109,6 +109,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *filter(None, [unproven, compared.note])))
         cause = hidden or (None if result.equal or result.nonfinite else unequal(result, prepared))
+        cause = cause or refusal_of_weights(compared.full_batch)
         return replace(_report(result, prepared, cause), full_batch=compared.full_batch)
 
 
@@ -247,6 +248,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
         ema=settings.plan.ema or 0.0,
         compile=bool(settings.compile),
         evaluate=_evaluates(prepared),
+        full_batch="gradient" if prepared.plan.num_microbatches > 1 else "",
     )
     known = _mark(
         prepared, (wanted.steps, wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile)
@@ -275,6 +277,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
             )
         events("note", {"text": f"warning: the comparison of the first steps proves nothing: {result.nonfinite}"})
         return 0
+    if (wrong := refusal_of_weights(compared.full_batch)) is not None:
+        raise wrong
     with marker.open("a", encoding="utf-8") as file:
         file.write(known + "\n")
     kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 
 from autopipe.commands.steps import Prepared
+from autopipe.errors import RunError
 from autopipe.generate import load_divisor
+from autopipe.ir.coupling import COUPLED
 from autopipe.report.results import FullBatchParameter, FullBatchReport
-from autopipe.runtime.step.shares import shares_of, shares_of_parts
+from autopipe.runtime.step.shares import divisors_of, divisors_of_parts
 from autopipe.trace.loss.coupling import normalised_layers
 from autopipe.verify.full_batch import FullBatch, full_batch
+from autopipe.verify.inputs import factors_of, parts_of, samples_of
 
-_MOST_SAMPLES = 64
+# of a minibatch that is compared without a step
+_MOST_SAMPLES, _MOST_PARTS = 64, 8
+# the most that rounding to 16 bits changes
+_COARSE = 0.02
 _FEWEST_PARTS = 2
 
 
@@ -23,37 +29,59 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     """
     plan, graph, workload = prepared.plan, prepared.graph, prepared.workload
     item = next(workload.items(plan.batch_size if workload.takes_batch_size else None))
-    whole = workload.split(item, plan.num_microbatches)
-    sizes = [workload.num_samples(part) for part in whole]
+    whole = parts_of(workload, item, plan.num_microbatches)
+    sizes = [samples_of(workload, part) for part in whole]
     count = len(sizes)
     if workload.cuts_by_dimension(item):
-        while not step and count > _FEWEST_PARTS and sum(sizes[:count]) > _MOST_SAMPLES:
+        while not step and count > _FEWEST_PARTS and (sum(sizes[:count]) > _MOST_SAMPLES or count > _MOST_PARTS):
             count -= 1
     if count < len(sizes):
         item = workload.resized(item, sum(sizes[:count]))  # microbatches as large as those of training
-    parts = workload.split(item, count)
-    samples = [workload.num_samples(part) for part in parts]
+    parts = parts_of(workload, item, count)
+    samples = [samples_of(workload, part) for part in parts]
     divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
     each = [workload.leaves(part) for part in parts]
     if workload.cuts_by_dimension(item):
-        shares = shares_of(divisor, workload.leaves(item), each, samples)
+        divisors = divisors_of(divisor, workload.leaves(item), each)
     else:
         # microbatches of another structure need other code for the divisor, which does not exist
         same = all(part.keys() == each[0].keys() for part in each)
-        shares = shares_of_parts([divisor if same else None] * len(each), each, samples)
+        divisors = divisors_of_parts([divisor if same else None] * len(each), each)
+    factors, apart = factors_of(samples, divisors)
     device = torch.device(prepared.profile.device.kind)
     reason = ""
     try:
-        full = full_batch(workload, item, parts, shares.factors, device, step=step)
+        full = full_batch(workload, item, parts, factors, device, limit=_limit(prepared), step=step)
     except Exception as error:  # usually out of memory; the comparison of the plan is complete
         full = FullBatch(None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    explained = apart or prepared.profile.coupling.error or len(graph.outputs) > 1  # it returns its own weight
     return FullBatchReport(
         microbatches=len(whole),
         samples=tuple(sizes),
         error=full.error,
         reason=reason,
-        divisor=graph.divisor or "the samples",
+        divisor="the samples" if apart or not graph.divisor else graph.divisor,
         statistics=tuple(normalised_layers(graph)),
         parameters=tuple(FullBatchParameter(pair.name, pair.gradient, pair.weight) for pair in full.parameters),
+        fault="" if explained else full.fault,
+    )
+
+
+def _limit(prepared: Prepared) -> float:
+    """Return the difference from the full batch that rounding explains."""
+    dtypes = {spec.dtype for spec in prepared.graph.parameters.values()}
+    dtypes |= {node.spec.dtype for node in prepared.graph.nodes if node.spec is not None}
+    coarse = prepared.plan.workload.precision != "fp32" or not dtypes.isdisjoint(("bfloat16", "float16"))
+    return _COARSE if coarse else COUPLED
+
+
+def refusal_of_weights(full: FullBatchReport | None) -> RunError | None:
+    """Return the error for microbatches that do not add up to the full batch, although their samples do; or None."""
+    if full is None or not full.fault:
+        return None
+    return RunError(
+        f"the microbatches of the first minibatch do not add up to it: {full.fault}",
+        remedy="return (loss, weight) from the loss, with the number that the loss divides by as the weight, or use "
+        "--num-microbatches 1",
     )

@@ -33,7 +33,7 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.stage_runner import StageRunner, StageVariant
-from autopipe.runtime.step.shares import shares_of, shares_of_parts
+from autopipe.runtime.step.shares import Divisors, divisors_of, divisors_of_parts, shares_of
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
 from autopipe.workload import Workload
@@ -139,19 +139,21 @@ class Recordings:
                 self._parts[like] = new
         return leaves, new
 
-    def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
-        """Return the shares of the parts of a minibatch."""
-        return self._shares(item, [self._read(part, training=True) for part in parts])
+    def divisors(self, item: Any, parts: Sequence[Any]) -> Divisors | None:
+        """Return the divisors of the loss in a minibatch and its parts; None if it divides by the samples."""
+        return self._divisors(item, [self._read(part, training=True) for part in parts])
+
+    def _divisors(self, item: Any, parts: Sequence[tuple[Mapping[str, torch.Tensor], _Part]]) -> Divisors | None:
+        each, recording = [leaves for leaves, _ in parts], parts[0][1].recording
+        if self.workload.cuts_by_dimension(item):
+            whole = self.workload.leaves(item) if recording.divisor is not None else {}
+            return divisors_of(recording.divisor, whole, each)
+        return divisors_of_parts([part.recording.divisor for _, part in parts], each)
 
     def _shares(self, item: Any, parts: Sequence[tuple[Mapping[str, torch.Tensor], _Part]]) -> Shares:
         """Return the shares of parts. Reports the first minibatch whose loss terms require different shares."""
-        each, samples = [leaves for leaves, _ in parts], [part.samples for _, part in parts]
         recording = parts[0][1].recording
-        if self.workload.cuts_by_dimension(item):
-            whole = self.workload.leaves(item) if recording.divisor is not None else {}
-            shares = shares_of(recording.divisor, whole, each, samples)
-        else:
-            shares = shares_of_parts([part.recording.divisor for _, part in parts], each, samples)
+        shares = shares_of(self._divisors(item, parts), [part.samples for _, part in parts])
         if shares.disagreement and not self._disagreement:
             self._disagreement = shares.disagreement
             if self.transport.leads:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopipe import sparse
 from autopipe.runtime.training_state.describe import Description
 from autopipe.runtime.training_state.nodes import Node, kind_of
 
@@ -100,7 +101,7 @@ def distance(one: Any, two: Any) -> float:
         or not one.numel()
     ):
         return float("inf")
-    ours, expected = (torch.view_as_real(v) if v.is_complex() else v.double() for v in (one, two))
+    ours, expected = (sparse.wide(tensor) for tensor in (one, two))
     largest = expected.nan_to_num().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     return float((ours - expected).nan_to_num(float("inf")).abs().max() / largest)
 

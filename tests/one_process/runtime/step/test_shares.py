@@ -14,7 +14,7 @@ from support.pipelines import Captured, build, captured_file, minibatches, plan_
 
 from autopipe.generate import load_divisor
 from autopipe.ir.shares import Shares
-from autopipe.runtime.step.shares import shares_of
+from autopipe.runtime.step.shares import divisors_of, shares_of
 from autopipe.verify.full_batch import full_batch
 
 
@@ -33,7 +33,7 @@ def captured(case: LossCase, folder: Path) -> Captured:
 def of_minibatch(subject: Captured, item: Batch, parts: list[Batch], plan: Any, folder: Path) -> Shares:
     graph = subject.capture.graph
     divisor = load_divisor(folder, graph.divisor, graph_digest=graph.digest, plan_digest=plan.digest)
-    return shares_of(divisor, item, parts, [samples(part) for part in parts])
+    return shares_of(divisors_of(divisor, item, parts), [samples(part) for part in parts])
 
 
 def gradients(subject: Captured, model: torch.nn.Module, parts: list[Batch], factors: Any) -> dict[str, torch.Tensor]:
