@@ -9,8 +9,10 @@ _DAMAGES = {
         loss_detached loss_reported target_rolled mask_other_mb mask_other_step mask_other_seed mb_lost mb_twice
         mb_swapped buffers_frozen buffers_frozen_stage buffers_twice msg_bf16_threads msg_trunc_threads
         msg_gradient_threads sched_late stale_activation tie_once tie_value grad_reported counters_frozen
-        buffers_missing state_not_stepped state_reset_last state_reset_stage
-        eval_train_mode eval_loss_factor eval_moves_buffers
+        buffers_missing state_not_stepped state_reset_last state_reset_stage loss_factor_shared_x2
+        loss_factor_shared_even
+        split_drops_sample split_doubles_sample split_targets seeds_of_microbatches seeds_of_minibatches
+        seeds_of_positions eval_train_mode eval_loss_factor eval_moves_buffers
     """,
     "fp32-6": "grad_sign_late state_not_stepped",
     "two": "decay_second",
@@ -23,6 +25,7 @@ _DAMAGES = {
     "fp16": "grad_1.0001 grad_sign fp16_scale_stage fp16_scale_second fp16_scale_mb fp16_zero",
     "big16": "fp16_zero grad_drop_one",
     "nan": "nan_to_zero",
+    "deferred": "deferred_momentum",
     "complex": "msg_conjugated_threads grad_conjugated grad_real",
     "compile": "grad_1.001 grad_one_1.00001 compiled_one compiled_all",
     "clip": "clip_off clip_one_stage clip_norm_without_one grad_1.0001 grad_last_mb",
@@ -49,7 +52,7 @@ _DAMAGES = {
     "tp2-seq": "tp_partial tp_sum_member",
     "tp2x2": "tp_sum_member tp_tie_member",
     "sample-gpt": "grad_1.0001 mb_lost tie_once",
-    "train-first": "grad_1.001_rank grad_sign_second ",
+    "train-first": "grad_1.001_rank grad_sign_second split_drops_sample",
     "train": "msg_bf16_process msg_gradient_process save_wrong sched_late tie_value",
     "train-2bw": "version_older",
     "train-eval": "eval_train_mode eval_loss_factor eval_moves_buffers",
@@ -65,6 +68,7 @@ _DAMAGES = {
     "audit-clip": "clip_one_stage",
     "audit-ema": "ema_off ema_decay",
     "audit-2bw": "version_newer version_older",
+    "audit-compile": "compiled_sign",
     "audit-complex": "msg_conjugated_process",
     "audit-recompute": "recompute_other_seed recompute_eval",
     "audit-replicas": "rep_lost rep_mean grad_sign_rank sum_process",
@@ -75,6 +79,7 @@ _DAMAGES = {
 _SOONER = {
     "fp32": """
         grad_1.0001 mb_lost counters_frozen buffers_missing loss_reported state_reset_last eval_loss_factor
+        loss_factor_shared_x2 split_drops_sample seeds_of_microbatches
     """,
     "clip": "clip_one_stage",
     "two": "decay_second",

@@ -99,6 +99,42 @@ def _of_audit(tensors: bool) -> Callable[..., Any]:
 add("off_audited_tensors", "verify.plain_step", "_compared", _of_audit(tensors=True))
 add("off_audited_loss", "verify.plain_step", "_compared", _of_audit(tensors=False))
 
+
+# -- inputs that the plain loop computes by itself ---------------------------------------------------------------------
+
+
+def _split_by_ranks(workload: Any, item: Any, count: int) -> Any:
+    return workload.split(item, count)
+
+
+@damages("verify.plain", "factors_of")
+def off_factors(factors_of: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Take the factors of the damaged ranks, which are doubled."""
+
+    def switched_off(*arguments: Any) -> Any:
+        ran()
+        factors, different = factors_of(*arguments)
+        return [2 * factor for factor in factors], different
+
+    return switched_off
+
+
+@damages("verify.inputs", "PlainDraws.seed")
+def off_seeds(seed: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Take the seeds of the ranks."""
+
+    def switched_off(where: tuple[int, int, int], position: int) -> Any:
+        from autopipe.draws import seed_of
+
+        ran()
+        return seed_of(*where, position)
+
+    return switched_off
+
+
+add("off_parts", "verify.plain", "parts_of", _instead(_split_by_ranks))
+add("off_deferred", "verify.deferred", "OwnStatistics.commit", _instead(lambda own, commit: commit()))
+
 COMPARISONS: dict[str, tuple[str, str]] = {
     "off_gradients": ("fp32", "grad_reported"),
     "off_weights": ("two", "decay_second"),
@@ -116,5 +152,9 @@ COMPARISONS: dict[str, tuple[str, str]] = {
     "off_audited_state": ("audit", "state_reset"),
     "off_audited_tensors": ("audit", "round_weight"),
     "off_audited_loss": ("audit", "loss_reported"),
+    "off_factors": ("fp32", "loss_factor_shared_x2"),
+    "off_parts": ("fp32", "split_targets"),
+    "off_seeds": ("fp32", "seeds_of_microbatches"),
+    "off_deferred": ("deferred", "deferred_momentum"),
 }
 """A comparison -> the setting and the damage of the pair that only it sees."""
