@@ -272,10 +272,10 @@ class Workload:
             if isinstance(item, Mapping) and isinstance(error, TypeError) and "argument" in str(error):
                 names = self.models.forward_names
                 remedy = f"a dict becomes keyword arguments, and forward takes ({', '.join(names)})"
+                if len(names) == 1 and names[0] not in item:
+                    remedy = f"forward takes one argument, and got the dict, which has no key {names[0]}"
                 if len(item) > 1:
                     remedy += f": let data give {loss_errors.pair_of(list(item), names)}"
-                if len(names) == 1 and names[0] not in item:
-                    remedy += f"; it got the dict whole, which has no {names[0]}"
             fits = isinstance(error, items.UNRELATED)
             what = f"{self.name} failed on a batch" if fits or no_kernel else f"the batch does not fit {self.name}"
             if fits:

@@ -124,8 +124,8 @@ def _await_end(stream: MessageStream) -> None:
 def _signals_left_to_rank_0(received: list[str]) -> Iterator[None]:
     """Keep the signals that request the end of the run from ending this process: rank 0 handles them for all.
 
-    SIGTERM and SIGHUP may have been sent to this host alone: rank 0 is told. Ctrl-C and USR1 reach every process.
-    Before its rank starts, each of them ends this process.
+    SIGTERM and SIGHUP may have been sent to this host alone, so rank 0 gets a message. Ctrl-C and USR1 reach every
+    process. Before its rank starts, each of them ends this process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -266,6 +266,10 @@ def remedy_of(error: Exception) -> str:
             "compare the dtypes, not the shapes; the batch has those above. Convert in data, such as x.float() for "
             "inputs, or target.long() for classes"
         )
+    if isinstance(error, IndexError) and "out of bounds" in text:
+        return "compare the values, not the shapes: a class of the target is not below the number of classes"
+    if isinstance(error, IndexError) and "index out of range" in text:
+        return "compare the values, not the shapes: an index is not below the number of rows of an embedding"
     if "NoneType" in text:
         return "a value is None there: check whether the model's forward returns its output"
     return COMPARE_SHAPES

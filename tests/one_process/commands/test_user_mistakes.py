@@ -161,9 +161,7 @@ def test_a_dict_for_a_model_that_takes_one_tensor_is_explained(load) -> None:
     item = workload.example_item(None)
     with pytest.raises(ModelFileError, match="must be Tensor, not dict") as caught, workload.explained(item):
         workload.loss(workload.build_model(), item)
-    assert "a dict becomes keyword arguments, and forward takes (x); it got the dict whole, which has no x" in (
-        caught.value.remedy
-    )
+    assert caught.value.remedy == "forward takes one argument, and got the dict, which has no key x"
 
 
 def test_a_module_without_forward_is_refused(load) -> None:

@@ -173,6 +173,13 @@ class Tokens(nn.Module):
             "the loss failed: output float32[8, 4], target float32[8, 3]: ",
             "compare the shapes of output and target with what the loss takes",
         ),
+        (
+            ":Net",
+            ("x:f32[8,4]", "target:i64[8]<50>"),
+            "torch.nn:CrossEntropyLoss",
+            "the loss failed: output float32[8, 4], target int64[8]: IndexError: Target ",
+            "compare the values, not the shapes: a class of the target is not below the number of classes",
+        ),
     ],
 )
 def test_a_loss_that_fails_is_not_blamed_on_the_forward(fails, attribute, inputs, option, what, remedy):
@@ -202,18 +209,21 @@ def test_a_loss_without_a_target_in_the_data_asks_for_one(fails):
 @pytest.mark.parametrize(
     ("batch", "remedy"),
     [
-        ("{'x': X, 'y': X}", 'forward takes (x): let data give (batch["x"], batch["y"])'),
+        (
+            "{'x': X, 'y': X}",
+            'a dict becomes keyword arguments, and forward takes (x): let data give (batch["x"], batch["y"])',
+        ),
         (
             "{'image': X, 'label': X, 'weight': X}",
-            'forward takes (x): let data give (batch["image"], (batch["label"], batch["weight"])); for a model that '
-            "takes the dict itself, let data give ((batch,), target)",
+            "forward takes one argument, and got the dict, which has no key x: let data give "
+            '(batch["image"], (batch["label"], batch["weight"]))',
         ),
     ],
 )
 def test_a_dict_with_a_target_shows_the_pair_to_give(fails, batch, remedy):
     text = f"X = torch.ones(4, 4)\nloader = DataLoader([{batch}] * 2, batch_size=None)\n"
     _, advice = fails(NET + LOSS + text, ":Net", hooks={"data": ":loader", "loss": ":criterion"})
-    assert advice == f"a dict becomes keyword arguments, and {remedy}"
+    assert advice == remedy
 
 
 # --- data that is not batches -----------------------------------------------------------------------------------------
