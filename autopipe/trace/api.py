@@ -112,7 +112,7 @@ def _capture(
         workload, model, item, batch_size, lengths, bool(others), allow_data_dependent, opaque=opaque
     )
     with _nothing_collected():
-        captured = strategies.capture()
+        captured, opaque = _first_capture(strategies, opaque)
         if training:
             refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
@@ -176,6 +176,18 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
         opaque.require(paths_of(spec.opaque))
         opaque.require(spec.opaque_modules, "it runs so in training")
     return opaque
+
+
+def _first_capture(strategies: CaptureStrategies, opaque: Opaque) -> tuple[Capture, Opaque]:
+    """Capture with lengths that may vary; without them if a module must run as it is, and cannot at other lengths."""
+    try:
+        return strategies.capture(), opaque
+    except TraceError as error:
+        if not opaque.unfit or not opaque.lengths:
+            raise
+        logger.info("sequence lengths stay fixed: %s", error.what)
+    opaque = _opaque(strategies.workload, strategies.model, strategies.item, strategies.batch, ())
+    return dataclasses.replace(strategies, lengths=(), opaque=opaque).capture(), opaque
 
 
 def _with_after_step(workload: Workload, model: nn.Module, captured: Capture) -> Capture:

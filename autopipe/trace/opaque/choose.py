@@ -42,6 +42,7 @@ class Opaque:
     others: Callable[[], list[Item]] = list
     forms: dict[str, list[Form]] = field(default_factory=dict)  # path -> the results of each of its calls
     whys: dict[str, tuple[str, str]] = field(default_factory=dict)  # path -> (reason, place)
+    unfit: bool = False  # a failure was left in place because no module around it can be one node
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -101,6 +102,7 @@ class Opaque:
                 error, f"return {left[1]} from the forward of {left[0]}, which runs as it is, along with its result"
             )
         elif reasons:
+            self.unfit = True
             _advise(error, f"it cannot run as it is either ({'; '.join(reasons)})")
         else:
             _advise(error, "move these lines into a separate module, which then runs as it is in one stage")

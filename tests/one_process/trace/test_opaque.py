@@ -35,6 +35,7 @@ OPAQUE = {
     "objects": ("d", "s"),
     "aliases": ("o", "p"),
     "augmented": ("aug",),
+    "strided": ("encode",),
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
 

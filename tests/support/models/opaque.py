@@ -312,6 +312,24 @@ class Model(nn.Module):
         return self.last(self.m(self.first(a)).tanh()) + self.m(b)
 """
 
+# its time steps are no linear function of the length of the sequence
+STRIDED = """
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.empty = nn.Conv1d(8, 8, 3, stride=2), nn.Parameter(torch.zeros(8))
+    def forward(self, x):
+        hidden = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        hidden = torch.where(torch.from_numpy(np.random.rand(*hidden.shape[:2]) < 0.3)[..., None], self.empty, hidden)
+        return hidden
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.encode, self.mid, self.last = nn.Linear(8,8), Encoder(), nn.Linear(8,8), nn.Linear(8,8)
+    def forward(self, x):
+        return self.last(x + self.mid(self.encode(self.first(x))).mean(1, keepdim=True))
+"""
+
 CASES = {
     "experts": EXPERTS,
     "layer_drop": LAYER_DROP,
@@ -324,6 +342,7 @@ CASES = {
     "aliases": ALIASES,
     "checkpointed": CHECKPOINTED,
     "augmented": AUGMENTED,
+    "strided": STRIDED,
 }
 
 
