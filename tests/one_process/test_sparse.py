@@ -156,7 +156,7 @@ class Sparse(torch.nn.Module):
     [
         ("parameter", "parameter table is sparse"),
         ("changes", "changes a sparse tensor in place"),
-        ("binds", "changes a sparse tensor in place"),
+        ("binds", "buffer table is sparse, and the forward binds it to a new tensor"),
         ("indices", "its number of entries depends on its values"),
     ],
 )

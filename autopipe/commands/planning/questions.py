@@ -16,6 +16,7 @@ from autopipe.commands.settings import PlanSettings
 from autopipe.commands.store import PlanRecord, Store, written
 from autopipe.cores import usable_cores
 from autopipe.errors import ArtifactError, PlanError, counted
+from autopipe.ir.profile import Device
 from autopipe.planning.cost.datasheets import datasheet, recognized
 from autopipe.planning.requests import PlanRequest
 from autopipe.units import in_bytes
@@ -32,7 +33,8 @@ def asked(request: PlanRequest, settings: PlanSettings) -> str:
     here = f"this machine has {counted(places, 'GPU' if on_gpus else 'core')}"
     cluster = request.cluster
     named = [request.device_name or ""] if cluster is None else [device.datasheet for device in cluster.devices]
-    others = [name for name in named if name and not (on_gpus and _is_here(name))]
+    gpu = _measured_gpu(settings) if on_gpus else None
+    others = [name for name in named if name and not (gpu and _has_datasheet(gpu, name))]
     if others:
         return f"a plan for {others[0]}, and {here}"
     if cluster is not None and cluster.num_ranks > places:
@@ -42,7 +44,7 @@ def asked(request: PlanRequest, settings: PlanSettings) -> str:
         return ""
     if cluster is not None or request.link is not None:
         return f"{'--link' if cluster is None else '--cluster'}, and the stored plan is for this machine"
-    most = torch.cuda.get_device_properties(0).total_memory if on_gpus else psutil.virtual_memory().total
+    most = gpu.memory_bytes if gpu else psutil.virtual_memory().total
     if (request.gpu_memory_bytes or 0) > most:
         return f"--gpu-memory {in_bytes(request.gpu_memory_bytes or 0)}, and a device here has {in_bytes(most)}"
     if record.cluster.num_devices <= places < (request.gpus or 0):
@@ -52,10 +54,18 @@ def asked(request: PlanRequest, settings: PlanSettings) -> str:
     return ""
 
 
-def _is_here(name: str) -> bool:
-    """Return whether the GPUs of this machine have the datasheet of this name."""
+def _measured_gpu(settings: PlanSettings) -> Device | None:
+    """Return the GPU of the stored profile, if it is one of this machine. The command itself does not use a GPU."""
     try:
-        sheet = recognized(torch.cuda.get_device_name(0))
+        device = Store(settings.work_dir).stored_profile().device
+    except ArtifactError:
+        return None
+    return device if device.kind == "cuda" else None
+
+
+def _has_datasheet(gpu: Device, name: str) -> bool:
+    try:
+        sheet = recognized(gpu.name)
     except PlanError:  # several datasheets fit
         return True
     return sheet is not None and sheet.name == datasheet(name).name

@@ -21,6 +21,18 @@ class OutOfMemory:
     available: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpentSeconds:
+    """What a rank spent its time on: see ``launch.rank.spent``."""
+
+    computing: float
+    waiting: float
+    data: float
+    saving: float
+    ready: float
+    cpu: float
+
+
 _MEMORY = ("bytes", "held_bytes", "weight_bytes", "versions", "in_flight", "planned_bytes")
 # kind -> field -> type, without ``kind`` and ``rank``
 FIELDS: dict[str, dict[str, Any]] = {
@@ -40,6 +52,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "audit-failed": {"step": int, "reason": str},
     "peak": {"stage": int, **dict.fromkeys(_MEMORY, int)},
     "copied": {"to_device": int, "to_host": int},
+    "spent": {"seconds": SpentSeconds},
     "spans": {"spans": tuple[tuple[Instruction, float, float], ...]},
     "stopped": {"step": int},
     "done": {},

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.trace.explain import AFTER_STEP
 from autopipe.trace.lines.of_nodes import where_text
@@ -41,6 +42,12 @@ def copy_into_buffers(recorder: Recorder, faked_model: FakedModel, loss: Tensor)
         )
     for name, now in bound.items():
         fake = faked_model.fake[name]
+        if sparse.is_sparse(fake) or sparse.is_sparse(now):
+            raise TraceError(
+                f"buffer {name} is sparse, and the forward binds it to a new tensor",
+                where=_made_at(recorder, now),
+                remedy="make it dense (to_dense()); the forward may only read sparse tensors",
+            )
         if now.shape != fake.shape or now.dtype != fake.dtype:
             raise TraceError(
                 f"buffer {name} is bound to a tensor of another shape or dtype in the forward",

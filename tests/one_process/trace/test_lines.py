@@ -152,7 +152,7 @@ def test_a_capture_runs_under_a_profiler_that_is_no_function(drawn, model_of):
     profiler = cProfile.Profile()
     with profiler:
         with contextlib.nullcontext() if not drawn else pytest.raises(TraceError, match="draws from"):
-            capture(Toy(model_of(f"return x.mean(){drawn}"), vectors))
+            capture(Toy(model_of(f"return self.a(x).mean(){drawn}"), vectors))
         # it profiles again; from Python 3.12 on, it is not a profiling function
         assert sys.getprofile() is not None or sys.version_info >= (3, 12)
     assert any("capture" in str(entry.code) for entry in profiler.getstats())

@@ -29,7 +29,7 @@ class Toy:
         return self._build().train()
 
     def example_item(self, batch_size):
-        return self._batch(batch_size, torch.Generator().manual_seed(1))
+        return self._batch(batch_size or 8, torch.Generator().manual_seed(1))
 
     def leaves(self, item):
         return {name: value for name, value in item.items() if isinstance(value, torch.Tensor)}
