@@ -33,6 +33,8 @@ def proven(result: TrainResult) -> str:
     """Return a line that says how many steps are proven to equal plain training."""
     if result.unproven:
         return "no step of the run is proven: all audits that --audit-every requested were skipped"
+    if not result.compared and not result.audits:
+        return "no step of the run is proven: none was compared with plain training, and none audited"
     numbers = f"{result.compared or 'none'} of {counted(result.steps, 'step')} compared"
     return f"proven equal to plain training: {numbers}, {len(result.audits) or 'none'} audited"
 

@@ -212,7 +212,7 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
     call = written(func, args, kwargs)
     drawn = RandomCount()
     fakes = pytree.tree_map(lambda v: _faked(controller, v, grad), (args, kwargs))
-    before = [fake._version if isinstance(fake, FakeTensor) else 0 for fake in pytree.tree_leaves(fakes)]
+    before = [_version(fake) for fake in pytree.tree_leaves(fakes)]
     dynamic = False
     result: Any = None
     try:
@@ -228,7 +228,7 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
         if inplace or any(tensor.requires_grad for tensor in tensors):
             raise refused(f"{name}() of an output of the model, which draws random numbers", "draw from its detach()")
         return _on_numbers(func, args, kwargs)
-    now = [fake._version if isinstance(fake, FakeTensor) else 0 for fake in pytree.tree_leaves(fakes)]
+    now = [_version(fake) for fake in pytree.tree_leaves(fakes)]
     changed = [leaf for leaf, old, new in zip(leaves, before, now, strict=True) if old != new]
     if name == "batch_norm" and kwargs.get("training", True):
         changed += others  # its running statistics, whose versions do not tell
@@ -270,6 +270,11 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
         return Lazy.make(controller, next(numbers), fake, needs=needs, calls=calls, name=title)
 
     return pytree.tree_map(lazy_of, result)
+
+
+def _version(value: Any) -> int:
+    """Return how often a tensor was changed in place; 0 for a tensor of inference mode, which does not count it."""
+    return value._version if isinstance(value, FakeTensor) and not value.is_inference() else 0
 
 
 def _changed(

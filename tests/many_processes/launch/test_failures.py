@@ -107,7 +107,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_step_and_checkpoint(tmp_path: Path
         document = commands.document(*words, "--resume", "--on-nonfinite", "skip")
         assert (document["losses"][0], document["skipped"], document["step"]) == (None, [4], 8)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == list(range(8))
+        assert [line["step"] for line in lines if "audit" not in line] == list(range(8))
     finally:
         commands.end()
 

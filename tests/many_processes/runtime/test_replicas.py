@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def data(batch_size=24):
 """
 FEW_LAYERS = MODEL.replace("nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), ", "nn.Linear(16, 64), ")
 FILES = {"net.py": MODEL, "few.py": FEW_LAYERS}
+
+
+@pytest.fixture(autouse=True)
+def many_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the commands 16 cores: on fewer, the planner leaves ranks unused that would share one."""
+    folder = tmp_path / "many_cores"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import os\nos.sched_getaffinity = lambda pid: set(range(16))\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,9 @@ def test_a_script_that_is_killed_goes_on_as_it_does_in_python(tmp_path: Path) ->
 def test_two_models_that_are_trained_through_each_other_are_refused(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "gan.py", folder=tmp_path)
     assert staged.code == 1
-    assert "of an output of the model and another tensor that needs a gradient" in staged.errors
-    assert f"{SCRIPTS / 'gan.py'}:28" in staged.errors
+    for model in ("generator", "discriminator"):
+        assert model in staged.errors
+    assert f"{SCRIPTS / 'gan.py'}:32" in staged.errors
     assert staged.output == ""
     assert not (tmp_path / "gan.pt").exists()
 

@@ -153,7 +153,7 @@ def test_precedence_is_command_line_then_variable_then_file_then_default(run, ch
     Path("autopipe.toml").unlink()
     assert run("check", "x.py").exit_code == 0
     settings = [(s.plan.gpus, s.plan.batch_size, s.plan.profile.model.learning_rate, s.steps) for s in checked]
-    assert settings == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, 2)]
+    assert settings == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, None)]
 
 
 def test_the_variable_of_a_command_overrides_the_variable_of_all_commands(run, checked):
@@ -267,6 +267,7 @@ def test_events_of_a_run_are_lines_on_stderr(run, monkeypatch):
         "  step 2/2  loss 1.000000  4.0 samples/s  2.0 s",
         "  checkpoint of step 2: runs/a/c",
         "next: autopipe export runs/a -o model.safetensors",
+        "no step of the run is proven: none was compared with plain training, and none audited",
     ]
     assert run("train", "x.py", "-q").stderr == ""
 

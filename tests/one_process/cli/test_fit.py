@@ -60,8 +60,8 @@ def words(tmp_path, monkeypatch):
     return write
 
 
-def stored_kind():
-    return artifact.load(Profile, Path(".autopipe/profile.json"), renew="").device.kind
+def stored_kind(folder):
+    return artifact.load(Profile, Path(".autopipe") / folder / "profile.json", renew="").device.kind
 
 
 def test_the_first_lines_say_whether_it_fits_and_how_fast_it_is(words):
@@ -76,7 +76,7 @@ def test_the_first_lines_say_whether_it_fits_and_how_fast_it_is(words):
     assert "--precision bf16" in hint
     assert re.search(r"^ranks? +0(-1)? \|[FBRS .]+\| +\d+% busy$", shown.stdout, re.M)
     assert "nothing was timed" in shown.stderr
-    assert stored_kind() == COUNTED
+    assert stored_kind("question") == COUNTED
     document = json.loads(plan(*given, "--precision", "bf16", "--json").stdout)
     rate = document["predicted"]["samples_per_second"]
     assert document["fit"]["tokens_per_second"] == pytest.approx(32 * rate)
@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_counted_is_measured(words):
     shown = plan(words(OF_DATA), "--gpus", 2, "--device-name", "H100-SXM", "--batch-size", 64)
     assert shown.stdout.startswith("fits ")
     assert "nothing was timed" not in shown.stderr
-    assert stored_kind() == "cpu"
+    assert stored_kind("question") == "cpu"
 
 
 def test_a_measured_profile_is_kept(words):
@@ -105,13 +105,13 @@ def test_a_measured_profile_is_kept(words):
     done = CliRunner().invoke(autopipe, ["profile", str(path), "--microbatch-sizes", "1,2"])
     assert done.exit_code == 0, done.output
     plan(path, "--gpus", 2, "--device-name", "H100-SXM", "--batch-size", 64)
-    assert stored_kind() == "cpu"
+    assert stored_kind("question") == "cpu"
 
 
 def test_without_a_datasheet_the_model_is_measured(words):
     shown = plan(words(COUNTABLE), "--gpus", 2, "--batch-size", 64)
     assert "fits " not in shown.stdout
-    assert stored_kind() == "cpu"
+    assert stored_kind(".") == "cpu"
 
 
 @pytest.mark.slow

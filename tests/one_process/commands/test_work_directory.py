@@ -18,10 +18,12 @@ from autopipe.commands.locks import only_one
 from autopipe.commands.named import remember
 from autopipe.commands.planning import scaling, simulating
 from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.store import PlanRecord
 from autopipe.commands.training import runs
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.planning.requests import PlanRequest
 
 
 def profile(work: Path) -> ProfileSettings:
@@ -63,9 +65,9 @@ def test_a_run_copies_only_stage_files_that_a_command_has_written(tmp_path: Path
         (work.run.stages / name).mkdir()
         (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
     cluster = Cluster((Level("host", 2, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
-    prepared: Any = SimpleNamespace(
-        plan=cut, graph=subject.capture.graph, stages=work.run.stages, profile=subject.profile, cluster=cluster
-    )
+    record = PlanRecord(cut.digest, "", PlanRequest(gpus=2), cluster)
+    shared = {"profile": subject.profile, "cluster": cluster, "record": record}
+    prepared: Any = SimpleNamespace(plan=cut, graph=subject.capture.graph, stages=work.run.stages, **shared)
     run = write_run(tmp_path / "run", work.job, prepared)
     copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
     assert copied == {"evaluation"}  # part of what `wrote_stages` compares

@@ -95,9 +95,9 @@ def test_statistics_of_batches_are_compared_as_they_are_trained(
     (tmp_path / "net.py").write_text(text)
     jobs = []
 
-    def record(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
+    def record(prepared: Prepared, job: Job, items: Sequence[Any], *, evaluate: bool) -> Comparison:
         jobs.append(job)
-        return compared(prepared, job, items)
+        return compared(prepared, job, items, evaluate=evaluate)
 
     compared = checking._compared
     monkeypatch.setattr(checking, "_compared", record)

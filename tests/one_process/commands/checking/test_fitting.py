@@ -17,7 +17,7 @@ from autopipe.cli.main import autopipe
 from autopipe.commands.checking import checking, fitting
 from autopipe.commands.checking.fitting import Need, Place, need_of, out_of_memory, place_of
 from autopipe.errors import WorkerError
-from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 
 GIB = 2**30
 MODEL = """
@@ -78,8 +78,9 @@ def test_the_need_counts_the_stages_or_the_plain_loop_and_the_results() -> None:
     need = need_of(prepared, steps=3)
     saved = 1000 * len(graph.nodes)
     peaks = sum(stage.peak_bytes * stage.replicas for stage in plan.stages)
-    assert need.device_bytes == max(peaks, 4 * weights + saved)
-    assert need.host_bytes == 4 * (3 + 2) * weights + 2 * weights
+    state = 2 * weights  # of Adam
+    assert need.device_bytes == max(peaks, 2 * weights + state + saved)
+    assert need.host_bytes == 4 * (3 * weights + 2 * weights + state) + 2 * weights
     assert not need.autocast
     nodes = replace(graph.nodes[0], context="no_grad; autocast(cpu, bfloat16)"), *graph.nodes[1:]
     prepared.graph = replace(graph, nodes=nodes)
@@ -95,8 +96,13 @@ def test_a_rank_that_was_out_of_memory_is_recognized_by_its_cause() -> None:
     assert out_of_memory(ValueError("another error"), "cpu") == ""
 
 
-def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(tmp_path: Path) -> None:
-    plan = SimpleNamespace(workload=None, digest="d", num_microbatches=2)
+def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    spec = WorkloadSpec("net.py", arguments={}, hooks={}, inputs=(), seed=0)
+    plan = SimpleNamespace(workload=spec, digest="d", num_microbatches=2)
     common = {"plan": plan, "stages": tmp_path, "workload": SimpleNamespace(files=())}
     marks = [checking._mark(SimpleNamespace(profile=on(kind).profile, **common), ()) for kind in ("cpu", "cuda", "cpu")]  # type: ignore[arg-type]
     assert marks[0] == marks[2] != marks[1]
