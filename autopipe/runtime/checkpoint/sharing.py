@@ -6,6 +6,7 @@ different states if the replicas were not equal bit for bit, so each also report
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -28,37 +29,65 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def bits(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor: the sum of its 64-bit words, each times an odd number given by its place."""
+    """Return a checksum of a tensor: the sum of its mixed 64-bit words, each times an odd number given by its place."""
     return int(_sum(tensor))
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return the ``bits`` of every tensor, of a sparse one those of each part. Each device is read once."""
-    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, tensor in sparse.encoded(tensors).items():
-        by_device.setdefault(tensor.device, {})[name] = _sum(tensor)
-    return {
-        name: number
-        for sums in by_device.values()
-        for name, number in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-    }
+    return Sums(tensors).finish()
+
+
+class Sums:
+    """The ``checksums`` of some tensors, which a GPU computes in the order of its stream."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in sparse.encoded(tensors).items():
+            by_device.setdefault(tensor.device, {})[name] = _sum(tensor)
+        self._sums = [(list(sums), torch.stack(list(sums.values()))) for sums in by_device.values()]
+
+    def finish(self) -> dict[str, int]:
+        """Return them. The stream of a GPU must have come so far if another thread started them."""
+        return {name: number for names, sums in self._sums for name, number in zip(names, sums.tolist(), strict=True)}
 
 
 _CHUNK = 1 << 18  # words that are multiplied at once
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor, in the order of its dimensions."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     end = data.numel() // 8 * 8
     words = data[:end]
     if words.storage_offset() % 8:
         words = words.clone()  # torch views only aligned memory as 64-bit words
-    total = data[end:].sum(dtype=torch.int64)
-    for start, chunk in enumerate(torch.split(words.view(torch.int64), _CHUNK)):
-        first = 2 * start * _CHUNK + 3
-        places = torch.arange(first, first + 2 * chunk.numel(), 2, device=chunk.device)
-        total = total + (chunk * places).sum()  # modulo 2**64; an odd factor loses no bit of a word
+    rest = torch.nn.functional.pad(data[end:], (0, end + 8 - data.numel())).view(torch.int64)
+    total, factors = torch.zeros((), dtype=torch.int64, device=data.device), _factors(data.device)
+    for number, chunk in enumerate([rest, *torch.split(words.view(torch.int64), _CHUNK)]):
+        # a factor moves the highest bit, a sign, nowhere; no multiple of 16, so that the signs of a word do not cancel
+        mixed = _shifted(chunk, 29).bitwise_xor_(chunk).mul_(factors[: chunk.numel()])
+        total = total + mixed.sum() * (2 * number + 1)
     return total
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """Return words shifted to the right, with zeros in front."""
+    return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return the factors of the words of a chunk: odd, so that no bit of a word is lost, and without a pattern."""
+    factors = torch.arange(1, _CHUNK + 1, device=device)
+    for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
+        factors = factors * odd
+        factors ^= _shifted(factors, 31)
+    return factors | 1
 
 
 def refuse_unequal_replicas(stage: int, replicas: Sequence[Mapping[str, int]], written: Iterable[str]) -> None:

@@ -225,3 +225,16 @@ def test_the_checksum_depends_on_the_place_of_every_number():
     first, second = torch.zeros(600_000), torch.zeros(600_000)
     first[0], second[-2] = 1.0, 1.0  # in another chunk
     assert bits(first) != bits(second)
+    few = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)  # less than a word
+    assert bits(few) != bits(few.flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4, 8, 1000])
+def test_a_checksum_changes_with_signs(dtype: torch.dtype, count: int) -> None:
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = [-tensor, tensor.abs(), torch.cat([-tensor[:2], tensor[2:]])]
+    if dtype.is_complex:
+        tensor = tensor * (1 + 2j)
+        others = [-tensor, tensor.conj().resolve_conj(), tensor.real.to(dtype)]
+    assert all(torch.equal(other, tensor) or bits(other) != bits(tensor) for other in others)
