@@ -28,6 +28,7 @@ _MAKERS: dict[str, Any] = {
     "Counter": collections.Counter,
 }
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_CHANGED_IN_PLACE = (list, dict, set, collections.OrderedDict, collections.deque, torch.Tensor, np.ndarray)
 _MISSING: Any = object()
 
 
@@ -71,6 +72,8 @@ class _Restorer:
         self.storages = {p.untyped_storage().data_ptr() for p in parameters.values() if p.numel()}
         self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self.seen: dict[str, Any] = {}
+        # what values were written into, by id
+        self.taken: dict[int, Any] = {}
         self.group: dict[str, Any] = {}
         self.inside: nn.Parameter | None = None
 
@@ -89,6 +92,8 @@ class _Restorer:
             if node["as"] not in self.seen:
                 raise MisfitError(path, f"is the same object as {node['as']}, which does not exist")
             return self.seen[node["as"]]
+        if type(live) in _CHANGED_IN_PLACE and self.taken.setdefault(id(live), (path, live))[0] != path:
+            live = _MISSING  # the hook has one object where the checkpoint has two
         result = getattr(self, f"_{kind}")(node, live, path)
         self.seen[path] = result
         return result
