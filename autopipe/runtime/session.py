@@ -125,7 +125,7 @@ class RankSession:
         step, place = self._resume()
         saved = step if self.job.start_step >= 0 else -1
         reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
-        windows = Windows(self.job, self.context.plan, reader, self.reporter)
+        windows = Windows(self.job, self.context.plan, reader, self.reporter, self._audits.due)
         self.executor.stepper.before_step = reader.settle
         try:
             if self.job.evaluate_first:
@@ -189,7 +189,7 @@ class RankSession:
         spiller = self.executor.spiller
         with contextlib.nullcontext() if spiller is None else spiller.counted(len(minibatches)):
             self.executor.run(row, minibatches, offset=offset)
-        self._audits.end(functools.partial(self.save, first + 1, window.place))
+        self._audits.end(functools.partial(self.save, first + 1, window.place), skipped=self.executor.stepper.skipped)
 
     def divisors(self, item: Any, parts: Sequence[Any]) -> Divisors | None:
         """Return the divisors of the loss in a minibatch and its parts; None if it divides by the samples."""

@@ -6,7 +6,7 @@ of docs/semantics.md decides which weight version a minibatch uses, also after a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.plan import Plan
@@ -43,6 +43,8 @@ class Windows:
     plan: Plan
     reader: Reader
     reporter: Reporter
+    # whether a minibatch is audited
+    audited: Callable[[int], bool]
     # the run has stopped on request
     stopped: bool = False
 
@@ -70,9 +72,9 @@ class Windows:
 
     def _length(self, step: int) -> int:
         length = 1 if REGISTRY[self.plan.schedule].synchronous else self._full()
-        if self.job.audits(step):
+        if self.audited(step):
             return 1  # an audit compares the state before and after one minibatch
-        length = next((count for count in range(1, length) if self.job.audits(step + count)), length)
+        length = next((count for count in range(1, length) if self.audited(step + count)), length)
         for every in (self.job.checkpoint_every, self.job.evaluate_every):
             if every:
                 length = min(length, every - step % every)

@@ -79,6 +79,11 @@ class RunStep:
         names = [name for name in after.names if name.startswith((_MODEL, PREFIX))]
         return RunStep(before, after, after.read(names))
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the loss scale skipped the step, because a gradient was not finite."""
+        return self.after.manifest.scale < self.before.manifest.scale
+
     def state_differences(
         self, plain: PlainStep, noise: Mapping[str, float], reordered: Mapping[str, float]
     ) -> Iterator[TensorDifference]:

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 # the part of the free memory that an audit may use
 MEMORY_SHARE = 0.8
+_SKIPPED = "float16 skipped the step, which proves nothing; the next step that is taken is audited instead"
 _OUT_OF_PLACE = "its minibatch is not the one that the data gives at this place when it is read from its beginning"
 
 
@@ -92,7 +93,7 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     take = functools.partial(_plain, run, context, files, torch.device(job.device))
     try:
         plain = take(settings)
-    except RunError as error:  # the state of the stages is not the state of one training
+    except RunError as error:  # the state of the stages is not the complete state of one training
         return AuditResult(step, DIFFERENT, reason=error.what)
     if not _finite(plain.tensors, plain.loss) and (job.on_nonfinite == "skip" or not _finite(ours.tensors, loss)):
         return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
@@ -104,6 +105,8 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
         if asked and _compared(ours, loss, captured, context, (), take, settings).equal:
             reasons = (f"the model takes another path when it is not captured: it asks at {asked[0]}",)
             compared = _compared(ours, loss, plain, context, reasons, take, settings)
+    if compared.equal and ours.skipped:
+        return AuditResult(step, LEFT_OUT, reason=_SKIPPED)
     return replace(_result(step, compared), in_place=in_place)
 
 
@@ -148,6 +151,9 @@ def _plain(
     source, before = Checkpoint(files.before), list[Description]()
 
     def restore(subject: Subject, optimizer: Any, scheduler: Any, scaler: Any) -> list[dict[str, torch.Tensor]]:
+        lacking = {f"model.{name}" for name in _buffers(context) & subject.buffers().keys()} - {*source.names}
+        if lacking:
+            raise RunError(f"no stage reports the buffer {min(lacking).removeprefix('model.')}")
         older = _restore(source, max(settings.staleness.values(), default=0), subject, optimizer, scheduler, scaler)
         before.append(state_of(subject.parameters, optimizer, scheduler))
         return older
@@ -226,6 +232,7 @@ def _compared(
     moving = {f"{PREFIX}{name}" for name in context.graph.moving} if settings.ema else set()
     names = {*moving, *(name for name in ours.tensors if name in plain.tensors)}
     names |= {f"model.{name}" for name in context.graph.parameters}
+    names |= {f"model.{name}" for name in _buffers(context)} & plain.tensors.keys()
     noise: dict[str, float] = {}
     reordered: dict[str, float] = {}
     if reasons:
@@ -250,6 +257,11 @@ def _compared(
     of_tensors = [noise[key] for key in plain.tensors if key in noise]
     usual = statistics.median(of_tensors) if of_tensors else 0.0
     return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
+
+
+def _buffers(context: RunContext) -> set[str]:
+    """Return the buffers of all stages."""
+    return {name for stage in context.plan.stages for name in stage.buffers}
 
 
 def _noise_of_compiler(

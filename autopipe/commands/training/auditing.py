@@ -80,8 +80,8 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
 def first(settings: TrainSettings, prepared: Prepared, start: int) -> int:
     """Return the minibatch that is audited in any case, -1 for none.
 
-    It is the second of those that a command trains: the ranks are processes then, unlike in the comparison before
-    training, and the optimizer has a state. ``start``: the first.
+    It is the second of a run, in which the optimizer has a state, and the first of one that resumes. The ranks are
+    processes then, unlike in the comparison before training. ``start``: the first that the command trains.
     """
     if not settings.check_first or prepared.plan.team > 1 or settings.audit_every == 0:
         return -1
@@ -89,7 +89,7 @@ def first(settings: TrainSettings, prepared: Prepared, start: int) -> int:
     share = _FIRST_SHARE * prepared.plan.predicted.step_seconds * (steps - start)
     if _cost_seconds(prepared) > max(_FIRST_SECONDS, share):
         return -1
-    return start if steps == start + 1 else start + 1
+    return start if start or steps == 1 else 1
 
 
 def _cost_seconds(prepared: Prepared) -> float:

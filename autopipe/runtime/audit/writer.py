@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.ir.artifact import write_text
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
 from autopipe.runtime.checkpoint.saver import POLL_SECONDS, Saver
@@ -39,8 +39,8 @@ class AuditWriter:
     """Writes the audits of one rank."""
 
     run: Path
-    # whether a minibatch is audited
-    due: Callable[[int], bool]
+    # whether a minibatch is audited by the settings of the run
+    wanted: Callable[[int], bool]
     # writes the checkpoints of this rank
     checkpoints: Saver
     reporter: Reporter
@@ -51,6 +51,11 @@ class AuditWriter:
     _skipped: list[str] = field(default_factory=list)
     _failed: list[tuple[int, str]] = field(default_factory=list)
     _given_up: list[AuditFiles] = field(default_factory=list)
+    _postponed: bool = False
+
+    def due(self, step: int) -> bool:
+        """Return whether a minibatch is audited: the settings say so, or the step of the last one was skipped."""
+        return self._postponed or self.wanted(step)
 
     def begin(self, step: int, item: Any, parts: Sequence[Microbatch], save: Callable[[Saver], None]) -> None:
         """Keep the state before minibatch ``step``, and the minibatch, if it is to be audited.
@@ -72,11 +77,15 @@ class AuditWriter:
         self._savers = [self.checkpoints.for_directory(files.folder)]
         save(self._savers[0])
 
-    def end(self, save: Callable[[Saver], None]) -> None:
-        """Keep the state after the step of the minibatch, if its audit has begun. ``save``: as in ``begin``."""
+    def end(self, save: Callable[[Saver], None], *, skipped: bool) -> None:
+        """Keep the state after the step of the minibatch, if its audit has begun. ``save``: as in ``begin``.
+
+        ``skipped``: the step was not taken, because a gradient was not finite; the next minibatch is audited as well.
+        """
         files, self._files = self._files, None
         if files is None:
             return
+        self._postponed = skipped
         self._savers.append(self.checkpoints.for_directory(files.after))
         save(self._savers[1])
         self._thread = threading.Thread(target=self._finish, args=(files,), name="audit", daemon=True)
@@ -134,14 +143,14 @@ class AuditWriter:
             self._give_up(files, text)
 
     def _give_up(self, files: AuditFiles, reason: str) -> None:
-        """Remove the files. Rank 0 removes all; another rank removes its own and leaves the reason for rank 0."""
-        with contextlib.suppress(OSError):
+        """End writing. Rank 0 then removes the files; another rank leaves the reason for rank 0."""
+        for saver in self._savers:
+            saver.cancel()
+            with contextlib.suppress(Exception):
+                saver.wait()
+        with contextlib.suppress(OSError, ArtifactError):
             if self.checkpoints.leads:
                 self._given_up.append(files)
                 files.clear()
-                return
-            for path in (*files.folder.glob(f"{files.before.name}.*.tmp"), *files.after.glob("*.tmp")):
-                shutil.rmtree(path, ignore_errors=True)  # on a full disk, this makes room for the reason
-            if files.folder.is_dir():
-                files.after.mkdir(exist_ok=True)
-                files.failure(os.getpid()).write_text(reason, encoding="utf-8")
+            elif files.folder.is_dir():
+                write_text(files.failure(os.getpid()), reason)

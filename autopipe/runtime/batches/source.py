@@ -67,6 +67,8 @@ class Source:
     speaks: bool = False
     place: Place = field(default_factory=Place)
     _iterator: Iterator[Any] | None = None
+    # how many minibatches of the epoch the data has given
+    _given: int = 0
     _least: int = 1
 
     def seek(self, place: Place, *, compare: bool = True) -> None:
@@ -125,6 +127,7 @@ class Source:
             digest = digest_of(item)
             chain = chained(bytes.fromhex(self.place.digest), digest).hex()
             self.place = Place(self.place.epoch, self.place.position + 1, chain)
+            self._refuse_unused(step + len(taken))
             taken.append(Taken(kept(item) if most > 1 else item, digest, self.place))
         return taken
 
@@ -135,8 +138,24 @@ class Source:
     def _next(self) -> Any:
         with exclusive():
             if self._iterator is None:
-                self._iterator = self.open(self.place.epoch)
+                self._iterator = self._counted(self.open(self.place.epoch))
             return next(self._iterator, None)
+
+    def _counted(self, minibatches: Iterator[Any]) -> Iterator[Any]:
+        self._given = self.place.position
+        for item in minibatches:
+            self._given += 1
+            yield item
+
+    def _refuse_unused(self, step: int) -> None:
+        """Refuse to train on if the data gave more or fewer minibatches than were used. Raises: RunError."""
+        epoch, position = self.place.epoch, self.place.position
+        if self._given != position:
+            raise RunError(
+                f"epoch {epoch} of the data has given {counted(self._given, 'minibatch')}, and the run used {position}",
+                where=f"step {step + 1}",
+                remedy="resume from a checkpoint before that step (--resume STEP); if it happens again, report it",
+            )
 
     def _replay(self, epoch: int, deadline: float) -> bool:
         """Replay an earlier epoch, after the deadline only its first minibatch. Return whether it was complete."""

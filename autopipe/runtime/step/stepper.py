@@ -76,6 +76,11 @@ class Stepper:
         """The loss scale for float16."""
         return self.gradients.scaler
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was not taken, because a gradient was not finite."""
+        return self._skip
+
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the parameters of a stage, by first name, as the optimizer sees them."""
         return self.runners[stage].versions.masters

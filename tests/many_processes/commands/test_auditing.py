@@ -57,6 +57,14 @@ def data(batch_size=8):
 """
 
 
+# in float16 the loss scale is halved some times before a step is taken
+LARGE = """
+
+def loss(output, target):
+    return 100 * output.float().square().mean()
+"""
+
+
 def exported(commands: Commands, run: str) -> dict[str, torch.Tensor]:
     commands.run("export", run, "-o", f"{run}.safetensors")
     return load_file(commands.folder / f"{run}.safetensors")
@@ -77,7 +85,7 @@ def test_audits_are_reported_and_change_nothing_even_after_a_resume(commands: Co
     second = commands.document(
         *training(steps=12, schedule="2bw"), "--audit-every", "2", "--resume", "--checkpoint-every", "4"
     )
-    expected += steps_of(tmp_path / "run", 2, range(7, 12), 8)
+    expected += steps_of(tmp_path / "run", 2, range(7, 12), 7)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     audits = [line for line in lines if "audit" in line]
     assert [line["audit"] for line in audits] == expected
@@ -136,3 +144,17 @@ def test_a_minibatch_that_every_rank_skips_is_not_at_its_place(commands: Command
     _, err = commands.run(*training(steps=6), "--audit-every", "1", code=1)
     assert "step 4 of the run differs from plain training" in err
     assert "its minibatch is not the one that the data gives at this place" in err
+
+
+def test_an_audit_of_a_step_that_float16_skips_is_made_of_the_next_step_that_is_taken(
+    commands: Commands, tmp_path: Path
+) -> None:
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(LARGE)
+    _, err = commands.run(*training(steps=9), "--precision", "fp16")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    taken = [row["step"] for row in rows if "loss" in row and not row.get("skipped")]
+    audits = [row for row in rows if "audit" in row]
+    assert "float16 skipped the step, which proves nothing; the next step that is taken is audited instead" in err
+    assert [row["audit"] for row in audits] == [next(step for step in taken if step >= 1)]
+    assert audits[0]["equal"] and err.rstrip().splitlines()[-1].endswith("1 audited")

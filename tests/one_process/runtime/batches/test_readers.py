@@ -15,7 +15,7 @@ from support.pipelines import Captured, Pipeline, build, captured, captured_file
 from support.schedule_cases import Case
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import AutopipeError, WorkerError
+from autopipe.errors import AutopipeError, RunError, WorkerError
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.source import Place, Source
 from autopipe.runtime.events import Silent
@@ -234,6 +234,19 @@ def test_a_source_continues_at_its_position_and_into_the_next_epoch() -> None:
         source.seek(places[count - 1])
         assert source.place == places[count - 1]
         assert values(source, 99) == everything[count:]
+
+
+def test_a_minibatch_that_is_read_and_not_used_is_refused() -> None:
+    place = Source(numbers(5, 2), "net", Silent()).read(0, 2)[-1].place
+    for before, change in itertools.product(
+        (Place(), place), (Source._next, lambda source: source._iterator.send(None))
+    ):
+        source = Source(numbers(5, 2), "net", Silent())
+        source.seek(before)
+        source.read(0, 1)
+        change(source)
+        with pytest.raises(RunError, match=rf"has given {before.position + 3} minibatches, and the run used"):
+            source.read(1, 1)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
