@@ -29,6 +29,7 @@ from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.checkpoint.members import own_part
+from autopipe.runtime.checkpoint.proof import RestoreProof, refuse_other_weights
 from autopipe.runtime.checkpoint.saver import Saver
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -38,6 +39,7 @@ from autopipe.runtime.rows import RankRows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.training_state.stage import set_rate
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.windows import Window, Windows
@@ -122,7 +124,7 @@ class RankSession:
 
         Raises: RunError if the data ends before the steps do.
         """
-        step, place = self._resume()
+        step, place = self._proven(self._resume)
         saved = step if self.job.start_step >= 0 else -1
         reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
         windows = Windows(self.job, self.context.plan, reader, self.reporter, self._audits.due)
@@ -197,6 +199,18 @@ class RankSession:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
+    def _proven(self, resume: Callable[[], tuple[int, Place]]) -> tuple[int, Place]:
+        """Resume, if the job does, and prove that this rank holds what is in the checkpoint; then set a new rate."""
+        if self.job.start_step < 0:
+            return resume()
+        proof = RestoreProof(self.executor.stepper)
+        step, place = resume()
+        proof.refuse_differences(Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step)))
+        for optimizer in self.executor.stepper.optimizers.values():
+            if self.job.learning_rate is not None and optimizer is not None:
+                set_rate(optimizer, self.job.learning_rate)
+        return step, place
+
     def _resume(self) -> tuple[int, Place]:
         if self.job.start_step < 0:
             return 0, Place()
@@ -224,7 +238,7 @@ class RankSession:
     def restore_latest(self, *, averaged: bool = False) -> int:
         """Load the weights of the newest checkpoint for evaluation, and return its step.
 
-        ``averaged``: load its averaged weights. Raises: RunError if there is no checkpoint.
+        ``averaged``: load its averaged weights. Raises: RunError if there is no checkpoint, or another value arrives.
         """
         source = Checkpoint.latest(self.run.checkpoints)
         if source is None:
@@ -232,6 +246,7 @@ class RankSession:
         for runner in self.executor.runners.values():
             state.restore_weights(source, runner, averaged=averaged)
             runner.versions.start_at(source.manifest.step)
+            refuse_other_weights(source, runner, averaged=averaged)
         return source.manifest.step
 
     def restore(self, source: Checkpoint) -> None:
@@ -244,7 +259,6 @@ class RankSession:
                 stepper.stepped(index),
                 stepper.optimizers[index],
                 stepper.schedulers[index],
-                self.job.learning_rate,
             )
             if stepper.averages is not None:
                 stepper.averages.restore(index, source, functools.partial(own_part, runner.stage))

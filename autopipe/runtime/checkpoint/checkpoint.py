@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,10 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
         return tuple(sorted(self._slices))
+
+    def slices(self, name: str) -> Mapping[str, TensorSlice | None]:
+        """Return what each file has of a tensor, None for all of it; {} if the checkpoint lacks the tensor."""
+        return self._slices.get(name, {})
 
     def _verify(self, file: str) -> Path:
         path = self.directory / file

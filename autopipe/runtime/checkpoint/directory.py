@@ -20,7 +20,8 @@ from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState, TensorSlice
 from autopipe.runtime.checkpoint.names import directory_of as directory_of  # noqa: PLC0414  # users of this module
 from autopipe.runtime.checkpoint.names import steps as steps  # noqa: PLC0414
-from autopipe.runtime.checkpoint.sharing import refuse_unequal_replicas
+from autopipe.runtime.checkpoint.on_disk import refuse_other_file
+from autopipe.runtime.checkpoint.sharing import Sums, refuse_unequal_replicas
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 _REPLACED = ".replaced"
@@ -45,6 +46,8 @@ class Part:
     writer: int = 0
     # of the tensors that all writers of the stage must hold bit for bit
     checksums: dict[str, int] = field(default_factory=dict)
+    # of the live tensors that the snapshot was made of
+    live: Sums | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,17 @@ def descriptions(temporary: Path, writers: Sequence[int]) -> dict[tuple[int, int
 def write_part(temporary: Path, part: Part, writers: Sequence[int]) -> None:
     """Write the file of one writer of a stage, and then its description, into an unfinished checkpoint.
 
-    Raises: ArtifactError if the disk refuses it.
+    Raises: ArtifactError if the disk refuses it; RunError if the file does not hold what was trained.
     """
     name = file_name(part.stage, part.writer, writers)
     path = temporary / name
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         sha256, size = part.snapshot.write(path)
+        if part.live is not None:
+            refuse_other_file(path, part.live)
     except OSError as error:
+        path.unlink(missing_ok=True)  # on a full disk, a part of it would take the room for anything else
         raise ArtifactError(
             f"the checkpoint of stage {part.stage} cannot be written: {error.strerror or error}",
             where=str(path),

@@ -26,6 +26,7 @@ from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.directory import Part
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.members import sliced
+from autopipe.runtime.checkpoint.proof import live_tensors, refuse_missing, sums_of
 from autopipe.runtime.checkpoint.sharing import bits, checksums, of_member, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
@@ -108,6 +109,8 @@ class Saver:
             tensors = state.collect(stepper.runners[stage], stepper.owned(stage))
             tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
             tensors.update({} if own else of_optimizer)
+            live = live_tensors(stepper.runners[stage], stepper.owned(stage), averages)
+            refuse_missing(tensors, live, stage)
             counted: dict[str, int] = {}
             tensors, slices = sliced(code, tensors)
             if (num_writers := self.writers[stage]) > 1:
@@ -124,6 +127,7 @@ class Saver:
                 slices |= parts_of_member
                 tensors |= {name: t for name, t in of_optimizer.items() if not member or name in parts_of_member}
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
+            sums = sums_of(tensors, live, training)
             snapshot.take(tensors)
             if snapshot.refusal:
                 self._refusals.setdefault(snapshot.refusal, False)
@@ -134,7 +138,7 @@ class Saver:
                 if tie.parameter in parameters
             }
             training_state = stored if (own and not member) or writer == 0 else StageState()
-            parts.append(Part(stage, snapshot, training_state, ties, slices, writer=writer, checksums=counted))
+            parts.append(Part(stage, snapshot, training_state, ties, slices, writer, counted, sums))
         self.write(manifest, parts)
 
     def write(self, manifest: Manifest, parts: Sequence[Part]) -> None:

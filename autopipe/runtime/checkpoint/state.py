@@ -23,7 +23,7 @@ from autopipe.runtime.checkpoint.manifest import TrainingOptions
 from autopipe.runtime.checkpoint.members import own_part
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.training_state.stage import Training, restore_training, set_rate
+from autopipe.runtime.training_state.stage import Training, restore_training
 from autopipe.runtime.weights import WeightVersions
 
 
@@ -77,11 +77,8 @@ def restore(
     stepped: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
-    learning_rate: float | None = None,
 ) -> None:
     """Restore a stage from a checkpoint, which any plan may have saved. ``stepped``: what its optimizer steps.
-
-    ``learning_rate`` replaces the one in the checkpoint (``--resume`` with ``--lr``).
 
     Raises: ArtifactError if the checkpoint lacks a tensor of this stage; RunError if the state does not fit the
     optimizer and scheduler that the hooks build now.
@@ -91,8 +88,6 @@ def restore(
     restore_versions(checkpoint, runner.versions, checkpoint.manifest.step, own)
     if optimizer is not None:
         restore_training(checkpoint, Training(stepped, optimizer, scheduler), own)
-        if learning_rate is not None:
-            set_rate(optimizer, learning_rate)
 
 
 def restore_weights(checkpoint: Checkpoint, runner: StageRunner, *, averaged: bool = False) -> None:

@@ -36,7 +36,7 @@ class _Pair:
 
     def nodes(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
         kind, other = kind_of(one), kind_of(two)
-        if "same" in (kind, other):  # it was compared where it is described
+        if {kind, other} & {"same", "live"}:  # it was compared where it is described; it is the hook's own
             return
         if "by_parameter" in (kind, other) and {kind, other} <= {"by_parameter", "dict"}:
             yield from self.by_parameter(one, two, path)
@@ -108,4 +108,7 @@ def distance(one: Any, two: Any) -> float:
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, NaN included."""
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.to(one.device)
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

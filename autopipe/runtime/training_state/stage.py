@@ -105,13 +105,15 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
+def tree_for(checkpoint: Checkpoint, training: Training, built: Mapping[str, Node] | None = None) -> dict[str, Node]:
     """Return the description for a stage: that of the stage with the same parameters, else all of them merged.
+
+    ``built``: what the hooks built, None: what they have built now.
 
     Raises: RunError if the stages of the checkpoint differ in state that belongs to no parameter.
     """
     refuse_partial(checkpoint)
-    live = training.initial()
+    live = training.initial() if built is None else built
     stored = _stored(checkpoint)
     groups = groups_of(live["optimizer"])
     for stage in stored:
