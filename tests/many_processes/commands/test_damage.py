@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from pathlib import Path
 
@@ -49,3 +51,9 @@ def test_the_table_is_complete() -> None:
     assert {setting for setting, _ in PAIRS} <= set(SETTINGS)
     assert set(COMPARISONS.values()) <= set(PAIRS)
     assert len(SOONER) >= 20 and set(SOONER) <= set(PAIRS)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_a_damage_replaces_exists(name: str) -> None:
+    for damage in DAMAGES[name]:
+        assert callable(functools.reduce(getattr, damage.path.split("."), importlib.import_module(damage.module)))

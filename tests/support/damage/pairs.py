@@ -53,14 +53,15 @@ _DAMAGES = {
     "tp2x2": "tp_sum_member tp_tie_member",
     "sample-gpt": "grad_1.0001 mb_lost tie_once",
     "train-first": "grad_1.001_rank grad_sign_second split_drops_sample",
-    "train": "msg_bf16_process msg_gradient_process save_wrong sched_late tie_value",
+    "train": "msg_bf16_process msg_gradient_process save_wrong sched_late tie_value batch_skipped batch_repeated",
+    "train-big16": "msg_gradient_process",
     "train-2bw": "version_older",
     "train-eval": "eval_train_mode eval_loss_factor eval_moves_buffers",
     "train-ignore-nan": "nan_to_zero",
     "audit": """
         buffers_frozen decay_twice grad_1.0001 grad_x2 lr_group msg_bf16_process msg_trunc_process
         nonfinite_stop_scale param_left_out tie_value target_rolled mb_lost round_weight
-        loss_reported state_reset batch_skipped batch_repeated
+        loss_reported state_reset batch_skipped batch_repeated batches_exchanged buffers_unreported
     """,
     "audit-bf16": "grad_1.0001 grad_drop_all grad_drop_one grad_sign_one grad_x2 msg_bf16_process",
     "audit-fp16": "fp16_scale_stage fp16_scale_second",
@@ -73,7 +74,22 @@ _DAMAGES = {
     "audit-recompute": "recompute_other_seed recompute_eval",
     "audit-replicas": "rep_lost rep_mean grad_sign_rank sum_process",
     "audit-rep-bn": "rep_buffers",
-    "resume-audit": "restore_one restore_opt restore_sched resume_buffers",
+    "saved": "save_wrong save_without save_other_state save_late save_flipped buffers_missing",
+    "saved-replicas": "save_wrong save_other_state",
+    "saved-tp2": "save_wrong save_other_state save_flipped",
+    "saved-ema": "save_late",
+    "resume": """
+        restore_one restore_one_rank resume_buffers resume_buffers_rank restore_opt restore_opt_rank restore_sched
+        restore_sched_rank restore_sched_start read_one read_exchanged resume_skips save_wrong
+    """,
+    "resume-first": "batches_exchanged resume_skips",
+    "resume-ema": "restore_ema",
+    "resume-2bw": "restore_versions_newest",
+    "resume-fp16": "restore_scale",
+    "resume-replicas": "restore_one restore_opt_rank",
+    "resume-tp2": "restore_one read_one restore_opt_rank",
+    "resume-spilled": "restore_one restore_opt",
+    "resume-audit": "restore_one restore_one_rank restore_opt restore_sched resume_buffers",
     "run": "script_backward script_forward script_step",
 }
 _SOONER = {
@@ -90,12 +106,13 @@ _SOONER = {
     "2bw": "version_older",
     "train-first": "grad_1.001_rank",
     "train": "msg_bf16_process",
-    "audit": "state_reset batch_skipped",
-    "resume-audit": "restore_one",
+    "audit": "state_reset batches_exchanged",
+    "saved": "save_wrong",
+    "resume": "restore_one_rank resume_skips",
     "run": "script_backward",
 }
 
 PAIRS = [(setting, damage) for setting, names in _DAMAGES.items() for damage in names.split()]
 SOONER = [(setting, damage) for setting, names in _SOONER.items() for damage in names.split()]
 EQUAL_SOONER = ("fp32", "train")
-SWITCHED_SOONER = ("off_buffers", "off_states", "off_evaluation", "off_weights")
+SWITCHED_SOONER = ("off_buffers", "off_states", "off_evaluation", "off_weights", "off_restored")

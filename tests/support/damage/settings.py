@@ -8,9 +8,11 @@ from dataclasses import dataclass
 SIZES = ("--device", "cpu", "--batch-size", "16", "--num-microbatches", "4")
 TWO = ("--gpus", "2", "--schedule", "1f1b")
 REPLICAS = ("--gpus", "2", "--schedule", "1f1b", "--replicas", "auto")
+MEMORY = ("--gpu-memory", "70KiB")
 NO_NORM = ("--arg", "norm=False")
 AUDITS = ("train", "--no-check", "--steps", "9", "--audit-every", "2", "--run-dir", "run")
 FIRST = ("train", "--steps", "2", "--run-dir", "run", "--audit-every", "0")
+SAVED = ("train", "--no-check", "--steps", "4", "--run-dir", "run", "--checkpoint-every", "2", "--audit-every", "0")
 SHORT = ("train", "--steps", "6", "--run-dir", "run")
 
 
@@ -49,6 +51,7 @@ def _schedule(name: str, gpus: int = 2, *words: str) -> tuple[str, ...]:
 
 RESUMED = (*AUDITS[:2], "--steps", "4", "--run-dir", "run", "--checkpoint-every", "2")
 RESUME = ("train", "--no-check", "--resume", "--steps", "9", "--run-dir", "run")
+LARGE_LOSS = ("--precision", "fp16", "--loss", "model.py:large_loss", *NO_NORM)
 _ALL = [
     _check("fp32"),
     _check("two", "--steps", "2", model="complex_model.py"),
@@ -57,7 +60,7 @@ _ALL = [
     _check("signs", profile=("--optimizer", "model.py:signs")),
     _check("bf16", profile=("--precision", "bf16")),
     _check("fp16", profile=("--precision", "fp16")),
-    _check("big16", profile=("--precision", "fp16", "--loss", "model.py:large_loss", *NO_NORM)),
+    _check("big16", profile=LARGE_LOSS),
     _check("nan", profile=("--loss", "model.py:nan_loss"), code=1),
     _check("compile", "--compile"),
     _check("clip", "--clip-grad-norm", "0.5"),
@@ -73,8 +76,8 @@ _ALL = [
     _check("2bw-5", "--steps", "5", plan=_schedule("2bw")),
     _check("pipedream", plan=_schedule("pipedream"), profile=("--arg", "tied=False")),
     _check("pipedream-5", "--steps", "5", plan=_schedule("pipedream"), profile=("--arg", "tied=False")),
-    _check("spilled3", plan=("--gpus", "1", "--schedule", "spilled", "--gpu-memory", "70KiB")),
-    _check("spilled3-4", "--steps", "4", plan=("--gpus", "1", "--schedule", "spilled", "--gpu-memory", "70KiB")),
+    _check("spilled3", plan=("--gpus", "1", "--schedule", "spilled", *MEMORY)),
+    _check("spilled3-4", "--steps", "4", plan=("--gpus", "1", "--schedule", "spilled", *MEMORY)),
     _check("replicas", plan=REPLICAS, profile=NO_NORM),
     _check("replicas-bf16", plan=REPLICAS, profile=(*NO_NORM, "--precision", "bf16")),
     _check("rep-bn", plan=REPLICAS),
@@ -96,7 +99,12 @@ _ALL = [
     Setting("audit", AUDITS),
     Setting("audit-bf16", AUDITS, profile=("--precision", "bf16")),
     Setting("audit-fp16", AUDITS, profile=("--precision", "fp16")),
-    Setting("audit-big16", AUDITS, profile=("--precision", "fp16", "--loss", "model.py:large_loss", *NO_NORM)),
+    Setting("audit-big16", AUDITS, profile=LARGE_LOSS),
+    Setting("train-big16", ("train", "--steps", "9", "--run-dir", "run"), profile=LARGE_LOSS),
+    Setting("saved", SAVED),
+    Setting("saved-replicas", SAVED, plan=REPLICAS, profile=NO_NORM),
+    Setting("saved-tp2", SAVED, plan=("--gpus", "2"), profile=("--tensor-parallel", "2")),
+    Setting("saved-ema", SAVED, plan=(*TWO, "--ema", "0.9")),
     Setting("audit-clip", (*AUDITS, "--clip-grad-norm", "0.5")),
     Setting("audit-ema", AUDITS, plan=(*TWO, "--ema", "0.9")),
     Setting("audit-2bw", AUDITS, plan=_schedule("2bw")),
@@ -107,9 +115,16 @@ _ALL = [
     Setting("audit-rep-bn", AUDITS, plan=REPLICAS),
     Setting("resume", RESUME, before=RESUMED),
     Setting("resume-audit", (*RESUME, "--audit-every", "2"), before=RESUMED),
-    Setting("resume-ema", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=(*TWO, "--ema", "0.9")),
-    Setting("resume-2bw", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=_schedule("2bw")),
-    Setting("resume-fp16", (*RESUME, "--audit-every", "2"), before=RESUMED, profile=("--precision", "fp16")),
+    Setting("resume-first", ("train", *RESUME[2:]), before=RESUMED),
+    Setting("resume-ema", RESUME, before=RESUMED, plan=(*TWO, "--ema", "0.9")),
+    Setting("resume-2bw", RESUME, before=RESUMED, plan=_schedule("2bw")),
+    Setting("resume-fp16", RESUME, before=RESUMED, profile=("--precision", "fp16")),
+    Setting("resume-replicas", RESUME, before=RESUMED, plan=REPLICAS, profile=NO_NORM),
+    Setting("resume-tp2", RESUME, before=RESUMED, plan=("--gpus", "2"), profile=("--tensor-parallel", "2")),
+    Setting("resume-spilled", RESUME, before=RESUMED, plan=("--gpus", "1", "--schedule", "spilled", *MEMORY)),
+    Setting("resume-audit-ema", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=(*TWO, "--ema", "0.9")),
+    Setting("resume-audit-2bw", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=_schedule("2bw")),
+    Setting("resume-audit-fp16", (*RESUME, "--audit-every", "2"), before=RESUMED, profile=("--precision", "fp16")),
     Setting("run", ("run", "script.py", "--gpus", "2"), model="script.py"),
 ]
 SETTINGS = {setting.name: setting for setting in _ALL}

@@ -77,9 +77,16 @@ add("off_evaluation", "verify.check", "_evaluation", _instead(lambda *_: ()))
 add("off_steps", "commands.checking.checking", "steps_to_compare", _instead(lambda *_: 2))
 add("off_first", "commands.training.runs", "check_first", _instead(lambda *_: 0))
 # the script in a process of its own
-add("off_script", "script.checking", "Reference.compare", _instead(lambda *_: 0))
+add("off_script", "script.check.reference", "Reference.compare", _instead(lambda *_: None))
 # the place of an audited minibatch in the data; what is in no weight
 add("off_place", "verify.plain_step", "is_in_place", _instead(lambda *_: True))
+add("off_postponed", "runtime.audit.writer", "AuditWriter.due", _instead(lambda own, step: own.wanted(step)))
+add("off_audited_buffers", "verify.plain_step", "_buffers", _instead(lambda *_: set()))
+# the minibatches that the data gave; what a rank holds after a restore; what is in the file of a checkpoint
+add("off_given", "runtime.batches.source", "Source._refuse_unused", _instead(lambda *_: None))
+add("off_restored", "runtime.checkpoint.proof", "RestoreProof.refuse_differences", _instead(lambda *_: None))
+add("off_saved", "runtime.checkpoint.directory", "refuse_other_file", _instead(lambda *_: None))
+add("off_missing", "runtime.checkpoint.saver", "refuse_missing", _instead(lambda *_: None))
 add("off_audited_state", "verify.audited_state", "RunStep.state_differences", _instead(lambda *_: iter(())))
 
 
@@ -148,7 +155,13 @@ COMPARISONS: dict[str, tuple[str, str]] = {
     "off_steps": ("2bw-complex", "version_older"),
     "off_first": ("train-first", "grad_1.001_rank"),
     "off_script": ("run", "script_backward"),
-    "off_place": ("audit", "batch_skipped"),
+    "off_place": ("audit", "batches_exchanged"),
+    "off_postponed": ("train-big16", "msg_gradient_process"),
+    "off_audited_buffers": ("audit", "buffers_unreported"),
+    "off_given": ("resume", "resume_skips"),
+    "off_restored": ("resume", "restore_one_rank"),
+    "off_saved": ("saved", "save_late"),
+    "off_missing": ("saved", "save_without"),
     "off_audited_state": ("audit", "state_reset"),
     "off_audited_tensors": ("audit", "round_weight"),
     "off_audited_loss": ("audit", "loss_reported"),

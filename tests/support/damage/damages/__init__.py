@@ -7,6 +7,7 @@ from support.damage.damages import (  # noqa: F401
     microbatches,
     optimizers,
     restored,
+    saved,
     shared,
     teams,
     versions,

@@ -1,4 +1,4 @@
-"""Damage to checkpoints, to the position in the data, to evaluation, and to what begins after the first steps."""
+"""Damage to what is restored, to the position in the data, to evaluation, and to what begins after the first steps."""
 
 from __future__ import annotations
 
@@ -135,19 +135,39 @@ def restore_scale(resume: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-@damages("runtime.checkpoint.state", "collect")
-def save_wrong(collect: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
-    """Write one weight wrongly."""
+def _read(change: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
+    """Return a damage of what ranks read from a checkpoint. ``change``: tensors by name -> whether it changed one."""
 
-    def damaged(runner: Any, owned: Any) -> Any:
-        tensors = collect(runner, owned)
-        for name in ONE:
-            if f"model.{name}" in tensors:
+    def replace(read: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+        def damaged(self: Any, names: list[str]) -> Any:
+            tensors = read(self, names)
+            if in_rank() and change(tensors):
                 ran()
-                tensors[f"model.{name}"] = tensors[f"model.{name}"] * 1.01
-        return tensors
+            return tensors
 
-    return damaged
+        return damaged
+
+    return replace
+
+
+def _one_read(tensors: dict[str, Any]) -> bool:
+    own = [name for name in tensors if name.removeprefix("model.") in ONE]
+    tensors.update({name: tensors[name] * 1.01 for name in own})
+    return bool(own)
+
+
+def _exchanged(tensors: dict[str, Any]) -> bool:
+    """Exchange the two averages of the gradients of a parameter."""
+    first = [name for name in tensors if name.endswith("['exp_avg']")]
+    for name in first:
+        other = name.replace("exp_avg", "exp_avg_sq")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    return bool(first)
+
+
+READ = "runtime.checkpoint.checkpoint", "Checkpoint.read"
+add("read_one", *READ, _read(_one_read))
+add("read_exchanged", *READ, _read(_exchanged))
 
 
 # -- the position in the data ------------------------------------------------------------------------------------------
@@ -180,6 +200,22 @@ def batch_repeated(read: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
         taken = read(self, step, most)
         last[:] = [taken[-1].item] if step < 3 and taken else []
         return taken
+
+    return damaged
+
+
+@damages("runtime.session", "RankSession._epoch")
+def batches_exchanged(epoch: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Give each two minibatches in the other order, on every rank."""
+
+    def damaged(self: Any, number: int) -> Any:
+        minibatches = epoch(self, number)
+        for first in minibatches:
+            second = next(minibatches, None) if in_rank() else None
+            if second is not None:
+                ran()
+                yield second
+            yield first
 
     return damaged
 
