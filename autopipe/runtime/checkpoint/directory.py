@@ -7,6 +7,7 @@ until the new one has its place. Nothing in it can run code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -95,7 +96,8 @@ def write_part(temporary: Path, part: Part, writers: Sequence[int]) -> None:
         if part.live is not None:
             refuse_other_file(path, part.live)
     except OSError as error:
-        path.unlink(missing_ok=True)  # on a full disk, a part of it would take the room for anything else
+        with contextlib.suppress(OSError):
+            path.unlink()  # on a full disk, a part of it would take the room for anything else
         raise ArtifactError(
             f"the checkpoint of stage {part.stage} cannot be written: {error.strerror or error}",
             where=str(path),
