@@ -74,8 +74,8 @@ _DAMAGES = {
     "audit-recompute": "recompute_other_seed recompute_eval",
     "audit-replicas": "rep_lost rep_mean grad_sign_rank sum_process",
     "audit-rep-bn": "rep_buffers",
-    "saved": "save_wrong save_without save_other_state save_late save_flipped buffers_missing",
-    "saved-replicas": "save_wrong save_other_state",
+    "saved": "save_wrong save_without save_other_state save_late save_flipped buffers_missing tie_value",
+    "saved-replicas": "save_wrong save_other_state grad_sign_rank",
     "saved-tp2": "save_wrong save_other_state save_flipped",
     "saved-ema": "save_late",
     "resume": """
@@ -90,6 +90,8 @@ _DAMAGES = {
     "resume-tp2": "restore_one read_one restore_opt_rank",
     "resume-spilled": "restore_one restore_opt",
     "resume-audit": "restore_one restore_one_rank restore_opt restore_sched resume_buffers",
+    "eval": "restore_one_rank resume_buffers_rank read_one",
+    "eval-ema": "read_average",
     "run": "script_backward script_forward script_step",
 }
 _SOONER = {

@@ -125,6 +125,8 @@ _ALL = [
     Setting("resume-audit-ema", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=(*TWO, "--ema", "0.9")),
     Setting("resume-audit-2bw", (*RESUME, "--audit-every", "2"), before=RESUMED, plan=_schedule("2bw")),
     Setting("resume-audit-fp16", (*RESUME, "--audit-every", "2"), before=RESUMED, profile=("--precision", "fp16")),
+    Setting("eval", ("eval", "run", "--target", "model.py"), before=RESUMED),
+    Setting("eval-ema", ("eval", "run", "--target", "model.py", "--ema"), before=RESUMED, plan=(*TWO, "--ema", "0.9")),
     Setting("run", ("run", "script.py", "--gpus", "2"), model="script.py"),
 ]
 SETTINGS = {setting.name: setting for setting in _ALL}

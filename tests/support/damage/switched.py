@@ -86,6 +86,9 @@ add("off_audited_buffers", "verify.plain_step", "_buffers", _instead(lambda *_: 
 add("off_given", "runtime.batches.source", "Source._refuse_unused", _instead(lambda *_: None))
 add("off_restored", "runtime.checkpoint.proof", "RestoreProof.refuse_differences", _instead(lambda *_: None))
 add("off_saved", "runtime.checkpoint.directory", "refuse_other_file", _instead(lambda *_: None))
+add("off_restored_weights", "runtime.session", "refuse_other_weights", _instead(lambda *_, **__: None))
+add("off_unequal_replicas", "runtime.checkpoint.directory", "refuse_unequal_replicas", _instead(lambda *_: None))
+add("off_unequal_ties", "runtime.checkpoint.directory", "_refuse_unequal_ties", _instead(lambda *_: None))
 add("off_missing", "runtime.checkpoint.saver", "refuse_missing", _instead(lambda *_: None))
 add("off_audited_state", "verify.audited_state", "RunStep.state_differences", _instead(lambda *_: iter(())))
 
@@ -162,6 +165,9 @@ COMPARISONS: dict[str, tuple[str, str]] = {
     "off_restored": ("resume", "restore_one_rank"),
     "off_saved": ("saved", "save_late"),
     "off_missing": ("saved", "save_without"),
+    "off_restored_weights": ("eval", "restore_one_rank"),
+    "off_unequal_replicas": ("saved-replicas", "grad_sign_rank"),
+    "off_unequal_ties": ("saved", "tie_value"),
     "off_audited_state": ("audit", "state_reset"),
     "off_audited_tensors": ("audit", "round_weight"),
     "off_audited_loss": ("audit", "loss_reported"),

@@ -165,8 +165,15 @@ def _exchanged(tensors: dict[str, Any]) -> bool:
     return bool(first)
 
 
+def _one_average(tensors: dict[str, Any]) -> bool:
+    own = [name for name in tensors if name.removeprefix("average.") in ONE]
+    tensors.update({name: tensors[name] * 1.01 for name in own})
+    return bool(own)
+
+
 READ = "runtime.checkpoint.checkpoint", "Checkpoint.read"
 add("read_one", *READ, _read(_one_read))
+add("read_average", *READ, _read(_one_average))
 add("read_exchanged", *READ, _read(_exchanged))
 
 
