@@ -36,8 +36,9 @@ class ZooWorkload:
         torch.manual_seed(self.spec.seed)
         return self.build().train()
 
-    def example_item(self, batch_size: int) -> Batch:
-        """Return a batch, the same one for each size."""
+    def example_item(self, batch_size: int | None) -> Batch:
+        """Return a batch, the same one for each size. ``None``: the size of the data, 8."""
+        batch_size = batch_size or 8
         return self.batch(batch_size, torch.Generator().manual_seed(100 + batch_size))
 
     def leaves(self, item: Batch) -> dict[str, Tensor]:
