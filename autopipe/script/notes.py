@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopipe.script.options import option_at
 from autopipe.script.speed import prediction
 from autopipe.units import in_seconds
 
@@ -100,7 +101,7 @@ class Notes:
             )
             return
         if reads:
-            places = ", ".join(f"{where} ({times} times a step)" for where, times in reads.most_common(3))
+            places = ", ".join(_read_at(where, times) for where, times in reads.most_common(3))
             self.say(
                 f"no overlap between stages: numbers are read between the {count} microbatches of a step at {places}. "
                 f"Without that, {prediction(controller, count)}"
@@ -140,3 +141,8 @@ class Notes:
         if many:
             places = ", ".join(f"{where} ({times} times)" for where, times in many)
             self.say(f"weights were brought from the ranks at {places}")
+
+
+def _read_at(where: str, times: int) -> str:
+    option = option_at(where)
+    return f"{where} ({times} times a step{f'; only if {option} is true' if option else ''})"

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.accesses import Reads
 from autopipe.script.calls.capture import Program, Recording, record
@@ -116,6 +118,7 @@ class Programs:
         if grad:
             where = error.where if isinstance(error, AutopipeError) else ""
             remedy = error.remedy if isinstance(error, (PlanError, EffectError)) else ""
+            remedy = remedy or inside_of(self.controller.model)
             wrong = refused(f"this call of the model cannot run in stages: {what}", remedy)
             wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
             raise wrong from error
@@ -130,3 +133,13 @@ class Programs:
 def _same_constants(program: Program) -> bool:
     now = program.recording.capture.constants
     return all(same_bytes(now[name].detach(), copy) for name, copy in program.recording.constants.items())
+
+
+def inside_of(model: nn.Module) -> str:
+    """Return what to call instead of a wrapper: its only module, if that has all parameters and buffers; else ""."""
+    children = {id(child): name for name, child in reversed(list(model.named_children()))}
+    if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
+        return ""
+    ((_, name),) = children.items()
+    kind, inner = type(model).__name__, type(getattr(model, name)).__name__
+    return f"if the failing line is of {kind}, call the {inner} in it in training: MODEL.{name}(...)"

@@ -128,6 +128,50 @@ def test_numbers_that_are_read_between_microbatches_are_named(tmp_path: Path) ->
     assert f"{script}:8 (3 times a step)" in staged.errors
 
 
+WRAPPER = """
+import sys
+import torch
+from torch import nn
+
+
+class Checked(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = self.original = module
+
+    def forward(self, x):
+        result = self.module(x)
+        result.register_hook(lambda gradient: None)
+        return result
+
+
+torch.manual_seed(0)
+model = Checked(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    x = torch.randn(3, 4)
+    loss = (model.module(x) if sys.argv[1:] else model(x)).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    print(loss.item())
+"""
+
+
+def test_the_remedy_for_a_wrapper_that_cannot_be_recorded_is_the_module_in_it(tmp_path: Path) -> None:
+    script = tmp_path / "wrapper.py"
+    script.write_text(WRAPPER)
+    staged = in_stages(script, folder=tmp_path)
+    assert staged.code == 1
+    assert f"{script}:14: result.register_hook(lambda gradient: None), called at {script}:23" in staged.errors
+    assert "call the Sequential in it in training: MODEL.module(...)" in staged.errors
+    staged = in_stages(script, "inner", folder=tmp_path)
+    assert staged.code == 0, staged.errors
+    assert (
+        staged.output == by_python(script, "inner", folder=tmp_path).output == by_python(script, folder=tmp_path).output
+    )
+
+
 def test_parts_of_a_batch_are_refused_for_a_loss_inside_of_the_model(tmp_path: Path) -> None:
     staged = in_stages(SCRIPTS / "language.py", folder=tmp_path, options=("--num-microbatches", "4"))
     assert staged.code == 1

@@ -115,3 +115,30 @@ def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
             f"each training batch is cut into 4 parts of {shown}: 1.60 times the speed of one process is predicted",
             "not bit-equal to python: gradients are sums over parts",
         ]
+
+
+def test_the_option_that_a_read_depends_on_is_named(tmp_path: Path, lines: Lines) -> None:
+    script = tmp_path / "reads.py"
+    script.write_text(
+        "if (\n    self.args.skip_nan\n    and loss.isnan()\n):\n    total += 1\nelse:\n    total += loss\n"
+        "if args.log_loss:\n    print(loss)\n"
+        "if args.every:\n    if step % 2 == 0:\n        print(loss)\n"
+        "if not args.quiet:\n    print(loss)\n"
+        "if args.first or loss > 1:\n    print(loss)\n"
+        "if args.choose(loss):\n    print(loss)\n"
+    )
+    options = {
+        1: "self.args.skip_nan", 3: "self.args.skip_nan", 7: "", 8: "", 9: "args.log_loss", 12: "args.every", 14: "",
+        15: "", 16: "", 17: "", 18: "",
+    }  # fmt: skip
+    for line, option in options.items():
+        notes = Notes()
+        for _ in range(2):
+            notes.forward(grad=True)
+            notes.read(f"{script}:{line}")
+            notes.backward()
+        notes.forward(grad=True)
+        notes.step(Controller())  # type: ignore[arg-type]
+        (note,) = lines()
+        ending = f"; only if {option} is true" if option else ""
+        assert f"at {script}:{line} (2 times a step{ending})." in note
