@@ -189,9 +189,10 @@ def _from_fit(strategies: CaptureStrategies, fit: Fit, narrow: Followed, method:
     same, note = strategies.in_evaluation(narrow, batch=strategies.batch, lengths=lengths)
     fit.apply()
     capture = strategies.finish(fit.narrow, method, same, raw, note)
-    highs = [max(pair) for pair in zip(fit.narrow.sizes[1:], fit.wide.sizes[1:], strict=False)]
+    pairs = zip(fit.narrow.sizes[1:], fit.wide.sizes[1:], strict=False)
     bounded = [
-        dataclasses.replace(symbol, high=high) for symbol, high in zip(capture.graph.lengths, highs, strict=False)
+        dataclasses.replace(symbol, low=min(*pair, length.smallest or symbol.low), high=max(pair))
+        for symbol, pair, length in zip(capture.graph.lengths, pairs, fit.narrow.lengths, strict=False)
     ]
     samples = () if capture.graph.samples is None else (capture.graph.samples,)
     graph = dataclasses.replace(capture.graph, symbols=(*samples, *bounded))

@@ -22,6 +22,8 @@ _SHORTEST = 4  # smaller sizes are numbers of classes or coordinates rather than
 _MOST = 2  # source and target of an encoder-decoder
 _MOST_VARYING = 16  # sizes in which batches of the data differ
 _LARGER = 8  # multiple of the largest size in the data at which the second recording is made
+_DIVISORS = range(2, 9)  # numbers of which code may ask whether a size is a multiple
+_NEAR = 1000  # candidates that are looked through for a size that differs in its divisors
 _TABLES = 2  # tables (of positions, for example) whose end is tried as a length
 
 
@@ -32,6 +34,7 @@ class Length:
     places: tuple[tuple[str, int], ...]  # (input, dimension) of each tensor that has it
     size: int  # in the example
     largest: int = 0  # in the data, if it was found there
+    smallest: int = 0  # in the data, if it was found there
 
 
 def found_lengths(
@@ -80,7 +83,7 @@ def varying_lengths(
             sizes = (int(size), *(int(other[name].shape[dimension]) for other in others))
             if size and len(set(sizes)) > 1 and dimension != dimensions.get(name):
                 groups.setdefault(sizes, []).append((name, dimension))
-    lengths = tuple(Length(tuple(places), sizes[0], max(sizes)) for sizes, places in groups.items())
+    lengths = tuple(Length(tuple(places), sizes[0], max(sizes), min(sizes)) for sizes, places in groups.items())
     return lengths if len(lengths) <= _MOST_VARYING else ()
 
 
@@ -88,16 +91,18 @@ def spread(lengths: Sequence[Length]) -> Iterator[tuple[tuple[int, ...], tuple[i
     """Yield pairs of small and large sizes at which a model with these lengths is recorded, in the order to try them.
 
     Each difference is a prime number that exceeds the sum of the smaller ones, so that sums can be distinguished. A
-    model may treat a size of 1 in another way, and then the smallest size is 2.
+    large size is a multiple of numbers of which the small one is not, so that code that asks for multiples shows. A
+    model may treat a size of 1 in another way, and then the smallest size is 5.
     """
     largest = max(length.largest for length in lengths)
-    primes = [number for number in range(2, 8 * len(lengths) + 8) if _is_prime(number)]
+    primes = [number for number in range(5, 8 * len(lengths) + 8) if _is_prime(number)]
     for small in ([1] * len(lengths), primes[: len(lengths)]):
         large, total = list[int](), _LARGER * largest
         for size in small:
-            apart = next(number for number in itertools.count(total + 1) if _is_prime(number))
-            total += apart
-            large.append(size + apart)
+            step = math.lcm(*(number for number in _DIVISORS if math.gcd(number, size) == 1))
+            first = (total + size) // step * step + step
+            large.append(next(number for number in itertools.count(first, step) if _is_prime(number - size)))
+            total += large[-1] - size
         yield tuple(small), tuple(large)
 
 
@@ -123,11 +128,14 @@ def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
 
     The candidates are four times the size, the end of a larger table of the model, for models that stop there, and a
     shorter length. Each differs by a prime number, so that a rounded size does not look linear: a length padded to a
-    multiple of 8, or halved, differs by a number that this prime does not divide. ``taken``: sizes of the model.
+    multiple of 8, or halved, differs by a number that this prime does not divide. Of the first candidates, those come
+    first whose divisors differ most from those of the size, so that code that asks for multiples shows. ``taken``:
+    sizes of the model.
     """
     tables = sorted((n for n in taken if size < n < 4 * size), reverse=True)[:_TABLES]
+    larger = [n for n in range(4 * size, 8 * size)[:_NEAR] if n not in taken and _is_prime(n - size)]
     ways = [
-        (n for n in range(4 * size, 8 * size) if n not in taken),
+        sorted(larger, key=lambda n: _distinguished(n, size), reverse=True),
         *(range(table, size, -1) for table in tables),
         (n for n in range(max(size // 2, 2), 1, -1) if n not in taken),
     ]
@@ -149,6 +157,11 @@ def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) ->
     return {
         name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in shortened.items()
     }
+
+
+def _distinguished(one: int, two: int) -> int:
+    """Return how many numbers divide one of two sizes and not the other."""
+    return sum((one % number == 0) != (two % number == 0) for number in _DIVISORS)
 
 
 def _is_prime(number: int) -> bool:

@@ -12,7 +12,7 @@ from autopipe.trace import capture, strategies
 from autopipe.trace.explain import MORE_CALLS
 from autopipe.trace.sizes.align import GraphsDiffer
 from autopipe.trace.sizes.arithmetic import Size
-from autopipe.trace.sizes.lengths import found_lengths, other_lengths, shorter
+from autopipe.trace.sizes.lengths import Length, found_lengths, other_lengths, shorter, spread
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,38 @@ def test_a_rounded_length_is_not_linear(size, multiple):
             if rounded(size) != rounded(other):
                 with pytest.raises(GraphsDiffer):
                     Size.through(((5, size), rounded(size)), ((132, other), rounded(other)))
+
+
+@pytest.mark.parametrize("size", [5, 8, 12, 16, 30, 33, 64, 120, 128, 500, 512, 2048])
+def test_a_guessed_length_is_recorded_at_sizes_that_differ_in_most_divisors(size):
+    first, *_ = other_lengths(size, {size, 1024})
+    alike = [number for number in range(2, 9) if (first % number == 0) == (size % number == 0)]
+    assert len(alike) <= 2 and not {2, 3} & {*alike}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_sizes_of_the_data_are_recorded_where_their_divisors_differ(count):
+    ones, odd = spread([Length((), 5, 40, 2)] * count)
+    assert all(large % number == 0 for large in ones[1] for number in range(2, 9))
+    for small, large in zip(*odd, strict=True):
+        assert [n for n in (2, 3, 4, 5, 7, 8) if (small % n == 0) == (large % n == 0)] == []
+
+
+@pytest.mark.parametrize("number", range(2, 9))
+def test_sizes_stay_fixed_if_the_model_asks_for_multiples(number):
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.a(x).mean() * (2 if x.shape[1] % number == 0 else 1)
+
+    def of_length(length):
+        return Toy(Asks, lambda n, g: {"x": torch.randn(n, length, 8, generator=g)})
+
+    others = [of_length(length).example_item(5) for length in (11, 13)]
+    assert capture(of_length(23), batch_size=5, others=others).graph.lengths == ()
 
 
 def test_lengths_are_the_second_dimension_of_integers_and_equal_sizes():
@@ -109,7 +141,7 @@ class Table(Sequence):
         return self.embed(ids) + self.places[: ids.shape[1]]
 
 
-@pytest.mark.parametrize(("length", "high"), [(9, 9), (26, 26), (27, 26), (100, 38)])
+@pytest.mark.parametrize(("length", "high"), [(9, 9), (26, 26), (27, 26), (100, 40)])
 def test_a_length_is_bounded_by_the_size_of_a_lookup_table(length, high):
     captured = capture(Toy(lambda: Table(length), tokens))
     assert captured.exact
