@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ def tensors_on_disk(path: Path) -> dict[str, torch.Tensor]:
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(begin - 8))
-    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        # torch.from_file takes no path that is not UTF-8; a private map is writable, as torch wants it
+        data = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
