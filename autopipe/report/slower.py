@@ -65,6 +65,7 @@ def speed_of(
         _without_core(ready, len(spent), threads, cores, others): ready,
         f"reading data took {mean('data'):.0%} of the time": mean("data"),
         f"checkpoints and audits took {mean('saving'):.0%} of the time": mean("saving"),
+        f"recording batches of other shapes took {mean('recording'):.0%} of the time": mean("recording"),
     }
     slow = mean("computing") - profiled - ready
     if profiled:
@@ -76,7 +77,7 @@ def speed_of(
     return Speed(measured, predicted, tuple(named))
 
 
-_PARTS = ("computing", "waiting", "data", "saving")
+_PARTS = ("computing", "waiting", "data", "saving", "recording")
 
 
 def _without_core(ready: float, processes: int, threads: int, cores: int, others: float) -> str:

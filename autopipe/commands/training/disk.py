@@ -14,18 +14,22 @@ from autopipe.runtime.job import RunDirectory
 from autopipe.units import in_bytes
 
 
-def refuse_full_disk(settings: TrainSettings, prepared: Prepared, path: Path | None, every: int) -> None:
-    """Refuse a run whose checkpoints do not fit the free space. ``path``: of the resumed run; ``every``: steps.
+def refuse_full_disk(
+    settings: TrainSettings, prepared: Prepared, path: Path | None, every: int, start: int = 0
+) -> None:
+    """Refuse a run whose checkpoints do not fit the free space.
+
+    ``path``: of the resumed run; ``every``: steps between checkpoints; ``start``: the steps that are done already.
 
     A new checkpoint is complete before the oldest is removed. Raises: RunError with the sizes.
     """
     folder = path or settings.run_dir or settings.plan.work_dir
     each = _bytes_of_a_checkpoint(prepared)
     kept = settings.keep_checkpoints
-    written = 1 + (max(settings.steps - 1, 0) // every if settings.steps and every else 0)
-    count = min(written, kept + 1) if kept else written
-    there = 0 if path is None else len(checkpoints.steps(RunDirectory(path).checkpoints))
-    count = max(count - there, 1)
+    count = 1 + (max(settings.steps - start - 1, 0) // every if settings.steps and every else 0)
+    if kept:
+        there = 0 if path is None else len(checkpoints.steps(RunDirectory(path).checkpoints))
+        count = max(min(count, kept + 1 - there), 1)
     place = folder.absolute()
     while not place.exists():
         place = place.parent

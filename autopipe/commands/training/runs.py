@@ -99,7 +99,8 @@ def train(
                 events("note", {"text": text})
             events("plan", {"plan": prepared.plan})
             refuse_impossible_loop(settings, prepared)
-            refuse_full_disk(settings, prepared, path, _checkpoint_every(settings, prepared))
+            done = 0 if source is None else source.manifest.step
+            refuse_full_disk(settings, prepared, path, _checkpoint_every(settings, prepared), done)
             observers = _observers(settings, prepared, events)
             if settings.compile:
                 refuse_uncompilable(prepared.plan)
@@ -113,7 +114,7 @@ def train(
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
             requested = bool(settings.audit_every)
-            settings = auditing.scheduled(settings, prepared, 0 if source is None else source.manifest.step, events)
+            settings = auditing.scheduled(settings, prepared, done, events)
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)

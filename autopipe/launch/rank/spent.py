@@ -11,12 +11,13 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of a rank while it trains. The first four add up to the whole."""
+    """Seconds of a rank while it trains. The first five add up to the whole."""
 
     computing: float = 0.0
     waiting: float = 0.0  # for other ranks and their messages
     data: float = 0.0  # reading it
     saving: float = 0.0  # checkpoints and audits
+    recording: float = 0.0  # batches of other shapes
     ready: float = 0.0  # of these, ready to run and without a core
     cpu: float = 0.0  # processor time of all threads
     _kind: str = ""
@@ -33,7 +34,8 @@ class Spent:
             now = time.perf_counter()
             setattr(self, self._kind, getattr(self, self._kind) + now - self._since)
             self._since = now
-            self._kind = "waiting" if waiting else _KINDS.get(activity, "computing")
+            kind = "recording" if activity.startswith("capturing ") else _KINDS.get(activity, "computing")
+            self._kind = "waiting" if waiting else kind
 
     def end(self) -> dict[str, float]:
         """Stop to count, and return the seconds by name."""

@@ -29,6 +29,7 @@ class SpentSeconds:
     waiting: float
     data: float
     saving: float
+    recording: float
     ready: float
     cpu: float
 

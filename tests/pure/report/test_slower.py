@@ -20,12 +20,12 @@ def spent(plan, seconds=0.0, **more):
     """Return what a rank spent on ten steps that took as long as planned, and more."""
     computing = 10 * plan.num_microbatches * plan.stages[0].seconds
     row = {"computing": computing, "waiting": 10 * plan.predicted.step_seconds - computing, "data": 0.0, "saving": 0.0}
-    row |= {"ready": 0.0, "cpu": 0.0}
+    row |= {"recording": 0.0, "ready": 0.0, "cpu": 0.0}
     return {name: value + more.get(name, 0.0) for name, value in row.items()}
 
 
 def of(plan, rows, **options):
-    whole = sum(rows[0][name] for name in ("computing", "waiting", "data", "saving"))
+    whole = sum(rows[0][name] for name in ("computing", "waiting", "data", "saving", "recording"))
     given = {"steps": 10, "threads": 1, "cores": 2, "others": 0.0} | options
     return speed_of(plan, 80 / whole, rows, **given)
 
@@ -40,6 +40,7 @@ def test_a_run_as_fast_as_predicted_needs_no_reason(plan):
     [
         ({"data": 10.0}, {}, "reading data took "),
         ({"saving": 10.0}, {}, "checkpoints and audits took "),
+        ({"recording": 10.0}, {}, "recording batches of other shapes took "),
         ({"waiting": 10.0}, {}, "ranks waited for messages and one another for "),
         ({"computing": 10.0}, {}, "computing took "),
         ({"computing": 10.0, "ready": 9.9}, {"others": 1.5}, "ranks waited for a core for "),

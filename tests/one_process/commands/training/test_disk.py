@@ -19,6 +19,7 @@ from autopipe.planning.requests import PlanRequest
 @pytest.mark.parametrize(
     ("options", "every", "checkpoints"),
     [
+        ({"steps": 1000, "keep_checkpoints": 0, "start": 900}, 100, 1),
         ({"steps": 3}, 0, 1),
         ({"steps": 3}, 1, 3),
         ({"steps": 100}, 1, 4),  # three are kept, and a fourth is written
@@ -34,12 +35,14 @@ def test_the_checkpoints_of_a_run_must_fit_the_disk(
     prepared: Any = SimpleNamespace(graph=profile.graph, profile=profile, record=SimpleNamespace(request=PlanRequest()))
     each = disk._bytes_of_a_checkpoint(prepared)
     assert each == round(profile.trained_bytes * (1 + profile.optimizer_bytes_per_byte)) > 0
+    options = dict(options)
+    start = options.pop("start", 0)
     settings = TrainSettings(PlanSettings(ProfileSettings(ModelSettings(), tmp_path / "work")), **options)
     for free in (checkpoints * each, checkpoints * each - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         if free == checkpoints * each:
-            disk.refuse_full_disk(settings, prepared, None, every)
+            disk.refuse_full_disk(settings, prepared, None, every, start)
             continue
         with pytest.raises(RunError, match=r"will be written, but .* are free") as caught:
-            disk.refuse_full_disk(settings, prepared, None, every)
+            disk.refuse_full_disk(settings, prepared, None, every, start)
         assert ("--keep-checkpoints 1" in caught.value.remedy) == (checkpoints > 1)
