@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopipe.verify.in_stages import Trained, fresh
+from autopipe.verify.in_stages import Trained, fresh, same
 from autopipe.verify.plain import PlainSettings, Subject, evaluation
 from autopipe.workload import Workload
 
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def can_be_compared(workload: Workload, item: Any, settings: PlainSettings, device: torch.device) -> bool:
-    """Return whether the user's model evaluates the minibatch, without random numbers."""
+    """Return whether the user's model evaluates the minibatch, without random numbers and changes of its buffers."""
     try:
         subject = Subject(workload, device)
+        before = {name: buffer.clone() for name, buffer in subject.buffers().items()}
         seeds = [settings.seed, settings.seed + 1] if settings.draws else [settings.seed]
         losses = [
             evaluation(subject, one, replace(settings, seed=seed), device, workload)
@@ -28,7 +29,8 @@ def can_be_compared(workload: Workload, item: Any, settings: PlainSettings, devi
     except Exception as error:  # a user who never evaluates does not see it
         logger.info("evaluation is not compared: %s", error)
         return False
-    return len({*losses}) == 1
+    changed = [name for name, buffer in subject.buffers().items() if not same(before[name], buffer)]
+    return len({*losses}) == 1 and not changed
 
 
 def plain_evaluation(

@@ -141,6 +141,8 @@ class AuditWriter:
             text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             self._skipped.append(f"it cannot be written: {text}")
             self._give_up(files, text)
+        finally:
+            self._savers = []  # they hold copies of the state
 
     def _give_up(self, files: AuditFiles, reason: str) -> None:
         """End writing. Rank 0 then removes the files; another rank leaves the reason for rank 0."""

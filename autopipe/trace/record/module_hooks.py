@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,14 +54,15 @@ def refuse_changing(module: nn.Module, hooks: Iterable[Any]) -> None:
 
 
 def code_of(hook: Any) -> Any:
-    """Return the code of a hook, None if it is not a function in Python."""
+    """Return the code of a hook without its decorators, None if it is not a function in Python."""
+    hook = inspect.unwrap(hook)
     while not hasattr(hook, "__code__"):
         inner = getattr(hook, "func", getattr(hook, "__func__", None))
         if inner is None:
             inner = getattr(type(hook).__call__, "__code__", None) and type(hook).__call__
         if inner is None:
             return None
-        hook = inner
+        hook = inspect.unwrap(inner)
     return hook.__code__
 
 
@@ -90,4 +92,21 @@ def _called_first(code: Any) -> str:
 
 
 def _works_in_place(code: Any) -> bool:
-    return any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
+    """Return whether a method that changes its tensor is called on an argument or a local variable.
+
+    A hook may keep tensors of its own: an average in a global, in the function around it or in an attribute of self.
+    """
+    base = ""
+    for instruction in dis.get_instructions(code):
+        name = str(instruction.argval)
+        if instruction.opname.startswith("LOAD_FAST"):
+            base = name
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            base = ""
+        elif instruction.opname == "LOAD_METHOD" or (
+            instruction.opname == "LOAD_ATTR" and "NULL|self" in instruction.argrepr
+        ):
+            in_place = name.endswith("_") and not name.endswith("__")
+            if in_place and base not in ("", "self"):
+                return True
+    return False

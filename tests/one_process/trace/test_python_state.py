@@ -112,6 +112,7 @@ def build_model():
         ("lambda m, inputs, outputs: SEEN.append(outputs[0].norm())", False),
         ("lambda m, inputs, outputs: print(outputs[0].shape)", False),
         ("observed", False),
+        ("averaged", False),
         ("lambda m, inputs, outputs: tuple(g.clamp(-1e6, 1e6) for g in inputs)", True),
         ("late", True),
         ("in_place", True),
@@ -124,10 +125,16 @@ def test_a_backward_hook_that_may_change_gradients_is_refused_and_one_that_obser
 ) -> None:
     text = f"""
 SEEN = []
+AVERAGE = torch.zeros(())
 
 
 def observed(module, inputs, outputs):
     print(float(outputs[0].abs().max()))
+
+
+@torch.no_grad()
+def averaged(module, inputs, outputs):
+    AVERAGE.mul_(0.9).add_(outputs[0].norm())
 
 
 def late(module, inputs, outputs):

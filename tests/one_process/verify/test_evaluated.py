@@ -55,6 +55,38 @@ def test_a_wrong_evaluation_is_a_difference(
     assert not compared(tmp_path).equal
 
 
+COUNTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x).tanh())
+
+build_model, loss = Net, nn.MSELoss
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 4, generator=g), torch.randn(batch_size, 1, generator=g)
+
+evaluate_data = data
+"""
+
+
+def test_a_buffer_that_evaluations_change_is_no_difference(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(COUNTS)
+    done = run(
+        "check", "net.py", "--gpus", "2", "--device", "cpu", "--replicas", "never", "--batch-size", "8", "--json"
+    )
+    assert done.exit_code == 0 and json.loads(done.stdout)["bitwise"], done.stderr
+
+
 LARGE = """
 import torch
 from torch import nn
