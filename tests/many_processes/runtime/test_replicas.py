@@ -86,12 +86,12 @@ def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, t
     every = ("--run-dir", "run", "--checkpoint-every", "5", "--keep-checkpoints", "0")
     document = commands.document(*words, "--gpus", "3", *every, "--elastic")
     (restart,) = document["restarts"]
-    assert (restart["ranks"], document["ranks"], document["step"]) == (2, 2, 30)
+    assert document["ranks"] == restart["ranks"] < 3 and document["step"] == 30
     written = tmp_path / "run" / "checkpoints" / f"step-{restart['from_step']:08d}"
     assert list(written.glob("stage-*.part-1-of-*.safetensors"))
     # resuming by command from the same checkpoint trains the same
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    commands.run(*words, "--gpus", "2", "--run-dir", "copy", "--resume", str(restart["from_step"]))
+    commands.run(*words, "--gpus", str(restart["ranks"]), "--run-dir", "copy", "--resume", str(restart["from_step"]))
     for run in ("run", "copy"):
         commands.run("export", run, "-o", f"{run}.safetensors")
     resumed, elastic = load_file(tmp_path / "copy.safetensors"), load_file(tmp_path / "run.safetensors")
