@@ -20,6 +20,13 @@ class GoneError(EOFError):
     """The other end has closed the connection."""
 
 
+def is_readable(end: socket.socket | int, seconds: float | None) -> bool:
+    """Wait until there is something to read. ``select.select`` takes no descriptor above 1,023."""
+    waiting = select.poll()
+    waiting.register(end, select.POLLIN)
+    return bool(waiting.poll(None if seconds is None else 1000 * seconds))
+
+
 class Wire:
     """One end of a connection. ``alive``: called while waiting; raises if the other process has ended."""
 
@@ -56,7 +63,7 @@ class Wire:
 
     def ready(self) -> bool:
         """Return whether a message has begun to arrive."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return is_readable(self._socket, 0.0)
 
     def close(self, seconds: float = 5.0) -> None:
         """Send what waits, for at most ``seconds``, and close."""
@@ -67,7 +74,7 @@ class Wire:
 
     def _read(self, buffer: memoryview) -> None:
         while buffer:
-            if not select.select([self._socket], [], [], 1.0)[0]:
+            if not is_readable(self._socket, 1.0):
                 self._alive()
                 continue
             try:

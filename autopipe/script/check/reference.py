@@ -7,10 +7,12 @@ same memory, generators and open files. What the second one changes outside of i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ from autopipe.script.together import REMEDY
 from autopipe.script.wire import GoneError
 
 _IDLE_SECONDS = 10.0  # without computing: it waits for what only the first process has
+# the second process may take so many times as long as the first one, but so many seconds in any case
+_SLOWER, _LEAST_SECONDS = 3.0, 30.0
+_LEAST_WITHOUT_THREADS = 5.0  # of a script that has threads, which a forked process has not
 _AHEAD = 2  # optimizer steps that the second process makes before the first one makes any
 
 
@@ -48,12 +53,15 @@ class Reference:
         self._begun = self._ended = self._ahead = False
         self._messages: list[dict[str, Any]] = []
         self._progress = (0, 0.0)  # the ticks that the second process has computed, and when that was seen
+        self._start, self._deadline = 0.0, math.inf
+        self._threads = 0  # of the script
 
     def begin(self, model: nn.Module) -> Second | None:
         """Fork the second process at the first training call of the model. Return its own side in it, else None."""
         if self._begun:
             return None
         self._begun = True
+        self._start, self._threads = time.monotonic(), _threads_of_script()
         self._output = Output(sys.stdout)
         second = Second(model, self.choice, self._output, self.points, max(self.steps, _AHEAD), self.parts)
         try:
@@ -73,7 +81,10 @@ class Reference:
         return None
 
     def _alive(self) -> None:
-        """Raise GoneError if the second process has not computed for a while."""
+        """Raise GoneError if the second process has not computed for a while, or takes too long."""
+        if time.monotonic() > self._deadline:
+            waits = f"it may wait for {counted(self._threads, 'thread')} of the script, which a forked process has not"
+            raise GoneError(waits if self._threads else "it takes much longer than this one")
         try:
             text = Path(f"/proc/{self._process}/stat").read_text()
         except OSError:
@@ -93,10 +104,14 @@ class Reference:
 
     def _next(self) -> dict[str, Any]:
         """Wait for the next message of the second process, and keep it."""
+        now = time.monotonic()
+        slower, least = (1.0, _LEAST_WITHOUT_THREADS) if self._threads else (_SLOWER, _LEAST_SECONDS)
+        self._deadline = now + max(least, slower * (now - self._start))
         try:
             message: dict[str, Any] = self._wire.receive()
         except GoneError as error:
             message = {"stopped": self._cause() or f"the second process ended: {error}"}
+        self._deadline = math.inf
         self._messages.append(message)
         return message
 
@@ -157,7 +172,8 @@ class Reference:
             raise DiffersError(
                 f"after {after}, {len(different)} of {len(others)} tensors differ from "
                 f"those of the script in a process of its own: {names}",
-                remedy="report it as a bug of autopipe; --check 0 runs without the comparison",
+                remedy="if the script reads the time, its process, or the system's random numbers, no two runs are "
+                "equal, and --check 0 runs it; otherwise report it as a bug of autopipe",
             )
         self.compared, self._count = steps, len(others)
         lines = differing(text, expected["output"])
@@ -205,11 +221,18 @@ class Reference:
             self.notes.say(f"{what} compared after {of} optimizer steps")
 
 
+def _threads_of_script() -> int:
+    """Return how many threads run that autopipe has not started."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    started = [getattr(getattr(t, "_target", None), "__module__", None) or type(t).__module__ for t in others]
+    return sum(not module.startswith("autopipe.") for module in started)
+
+
 _NUMBER = r"-?\d[\d.,:e+-]*%?"
 _TIMES = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?|\d+:\d\d:\d\d(?:[.,]\d+)?"
     r"|\d+(?:\.\d+)?(?:e[+-]?\d+)?\s*(?:[a-z]+/(?:s|sec|second)|s/[a-z]+|ms|us|s|secs?|seconds?|mins?|minutes?|hours?|h)\b"
-    r"|(?:time|elapsed|runtime|seconds|per_second|date|took|dt|mfu|eta|duration|latency|throughput|[a-z]+/s(?:ec(?:ond)?)?)"
+    r"|(?<![a-z])(?:time|elapsed|runtime|seconds|per_second|date|took|dt|mfu|eta|duration|latency|throughput|[a-z]+/s(?:ec(?:ond)?)?)(?![a-z])"
     rf"[^\d\n]{{0,12}}{_NUMBER}(?:\s*\(\s*{_NUMBER}\s*\))?"
     rf"|data\s+{_NUMBER}\s*\(\s*{_NUMBER}\s*\)",
     re.IGNORECASE,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.script_runs import SCRIPTS, by_python, in_stages
+
+from autopipe.script.check.reference import differing
 
 UNEQUAL = """
 import os, torch
@@ -42,6 +45,32 @@ def closure():
     return loss
 for _ in range(3):
     print(f"{opt.step(closure).item():.17g}")
+"""
+POLLED = """
+import queue, resource, threading, torch
+from torch import nn
+torch.manual_seed(0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = [open("/dev/null") for _ in range(1100)]
+batches = queue.Queue(maxsize=1)
+def load():
+    for number in range(4):
+        batches.put(torch.full((3, 4), number / 4))
+threading.Thread(target=load, daemon=True).start()
+def batch():
+    while True:
+        try:
+            return batches.get(timeout=0.005)
+        except queue.Empty:
+            continue
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    opt.zero_grad()
+    loss = model(batch()).pow(2).mean()
+    loss.backward()
+    opt.step()
+    print(loss.item())
 """
 FOLDS = """
 import torch
@@ -119,3 +148,30 @@ def test_a_gan_is_refused_before_its_first_step(tmp_path: Path) -> None:
     assert "and discriminator (" in staged.errors
     assert "are trained together" in staged.errors
     assert staged.output == ""
+
+
+def test_a_script_that_polls_a_thread_goes_on_without_the_check(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(POLLED)
+    plain = by_python(tmp_path / "train.py", folder=tmp_path / "plain")
+    staged = in_stages(tmp_path / "train.py", folder=tmp_path / "staged", options=("--check", "4"))
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output and len(plain.output.splitlines()) == 4
+    assert "the second process ended: it may wait for 1 thread of the script" in staged.errors
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "equal"),
+    [
+        ("step time 42.74ms", "step time 2466.64ms", True),
+        ("Time 2.638 ( 2.638)", "Time 5.192 ( 5.192)", True),
+        ("{'train_samples_per_second': 3.2}", "{'train_samples_per_second': 1.2}", True),
+        ("dt: 18.5 | tok/sec: 283.27", "dt: 40.7 | tok/sec: 12.27", True),
+        ("ETA 0:00:03", "ETA 0:10:03", True),
+        ("validate loss 2.31", "validate loss 5.67", False),
+        ("beta 3", "beta 4", False),
+        ("width 3", "width 4", False),
+        ("timestep 3", "timestep 4", False),
+    ],
+)
+def test_only_times_are_left_out_of_the_comparison_of_output(one: str, two: str, equal: bool) -> None:
+    assert (differing(one, two) is None) == equal
