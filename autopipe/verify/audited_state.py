@@ -20,6 +20,7 @@ from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.differing import differing, distance
 from autopipe.runtime.training_state.nodes import tensor_names
+from autopipe.runtime.training_state.unread import is_unread
 from autopipe.verify.comparison import TensorDifference, relative_error
 from autopipe.verify.plain import PlainRun
 
@@ -39,6 +40,8 @@ class PlainStep:
     scale: float = 0.0
     # by name of the parameter
     gradients: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    # the classes of the optimizer and the scheduler
+    classes: tuple[type, ...] = ()
 
     @staticmethod
     def of(run: PlainRun, before: Description, gradients: Mapping[str, torch.Tensor | None]) -> PlainStep:
@@ -49,7 +52,8 @@ class PlainStep:
         tensors.update({f"{PREFIX}{name}": average.cpu() for name, average in run.averages.items()})
         after = state_of(subject.parameters, run.optimizer, run.scheduler)
         scale = 0.0 if run.scaler is None else float(run.scaler.get_scale())
-        return PlainStep(tensors, run.losses[0], (before, after), scale, gradients)
+        classes = tuple(type(hook) for hook in (run.optimizer, run.scheduler) if hook is not None)
+        return PlainStep(tensors, run.losses[0], (before, after), scale, gradients, classes)
 
     def errors_of(self, other: PlainStep) -> dict[str, float]:
         """Return by how much another plain step differs, by tensor and by the path of a state."""
@@ -89,8 +93,8 @@ class RunStep:
     ) -> Iterator[TensorDifference]:
         """Compare what is in no weight: the state of each stage's optimizer, older weights, the scale of the loss.
 
-        What differs before the step, such as a value that belongs to one stage, is left out. ``noise`` and
-        ``reordered``: as in ``TensorDifference``, by path.
+        What differs before the step, such as a value that belongs to one stage, is left out, and so is a value that no
+        code reads, such as a norm for the log. ``noise`` and ``reordered``: as in ``TensorDifference``, by path.
         """
         scale = self.after.manifest.scale
         if scale and scale != plain.scale:
@@ -104,6 +108,10 @@ class RunStep:
                 continue
             known = {path for path, *_ in _differing(self.before, begun, plain.states[0])}
             for path, one, two in _differing(self.after, ended, plain.states[1]):
+                if path.startswith("optimizer.defaults"):  # torch reads them for new groups only
+                    continue
+                if not path.startswith("optimizer.state") and is_unread(path, *plain.classes):
+                    continue
                 if not any(path == each or path.startswith((f"{each}[", f"{each}.")) for each in known):
                     own = noise.get(path, 0.0), reordered.get(path, 0.0)
                     error, owner = distance(one, two), self._stage(index)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from autopipe import sparse
@@ -19,6 +20,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.training_state.unread import is_unread
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.trace.axes.combined import joined as joined_parts
 from autopipe.verify.inputs import parts_of
@@ -256,7 +258,10 @@ def _of_team(members: Sequence[Trained], sessions: Sequence[RankSession]) -> Tra
 def states_of(
     optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, State]:
-    """Return the tensors and numbers that an optimizer has for each of some parameters, and those of its group."""
+    """Return the tensors and numbers that an optimizer has for each of some parameters, and those of its group.
+
+    A value of a group that no code reads, such as a norm for the log, is left out.
+    """
     states: dict[str, State] = {}
     groups = [] if optimizer is None else optimizer.param_groups
     of_parameter = {id(parameter): group for group in groups for parameter in group["params"]}
@@ -264,7 +269,15 @@ def states_of(
         group = of_parameter.get(id(parameter))
         if optimizer is None or group is None:
             continue
-        numbers = {key: value for key, value in group.items() if isinstance(value, (int, float, tuple, torch.Tensor))}
+        numbers = {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, (int, float, tuple, torch.Tensor))
+            and (
+                key in optimizer.defaults
+                or not is_unread(f"optimizer.param_groups[0][{key!r}]", optimizer, LRScheduler)
+            )
+        }
         values: State = {}
         for kind, entries in (("state", optimizer.state.get(parameter, {})), ("group", numbers)):
             for path, value in pytree.tree_flatten_with_path(entries)[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import re
 import sys
 import types
@@ -18,15 +19,20 @@ _PLACE = re.compile(
 def is_unread(path: str, *roots: object) -> bool:
     """Return whether the code of these objects' classes only assigns the value at a path of ``describe``.
 
-    All functions are searched of the modules that define the classes.
+    All functions are searched of the modules that define the classes. A root may be a class itself.
     """
     place = _PLACE.fullmatch(path)
     if place is None:
         return False
     key, reading = (place[1], ("LOAD_CONST",)) if place[1] else (place[2], ("LOAD_CONST", "LOAD_ATTR", "LOAD_METHOD"))
-    classes = {base for root in roots if root is not None for base in type(root).__mro__[:-1]}
-    modules = {base.__module__ for base in classes}
-    return not any(_reads(code, key, reading) for name in modules for code in _codes_of(name))
+    classes = [root if isinstance(root, type) else type(root) for root in roots if root is not None]
+    modules = {base.__module__ for kind in classes for base in kind.__mro__[:-1]}
+    return not any(_module_reads(name, key, reading) for name in modules)
+
+
+@functools.cache
+def _module_reads(name: str, key: str, reading: tuple[str, ...]) -> bool:
+    return any(_reads(code, key, reading) for code in _codes_of(name))
 
 
 def _reads(code: types.CodeType, key: str, reading: tuple[str, ...]) -> bool:

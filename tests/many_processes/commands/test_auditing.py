@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import Commands, training
@@ -54,6 +55,27 @@ whole_data = data
 def data(batch_size=8):
     of_rank = multiprocessing.current_process().name.startswith("rank")
     return (item for step, item in enumerate(whole_data(batch_size)) if step != 3 or not of_rank)
+"""
+
+
+LOGGING = """
+
+class Logging(torch.optim.AdamW):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.last_norm = group["norm"] = float(sum(p.grad.norm() for p in group["params"]))
+        return super().step(closure)
+
+def optimizer(named_parameters):
+    return Logging([p for _, p in named_parameters], lr=0.01)
+"""
+TENSOR_RATE = """
+
+def optimizer(named_parameters):
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=torch.tensor(0.01))
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 """
 
 
@@ -158,3 +180,12 @@ def test_an_audit_of_a_step_that_float16_skips_is_made_of_the_next_step_that_is_
     assert "float16 skipped the step, which proves nothing; the next step that is taken is audited instead" in err
     assert [row["audit"] for row in audits] == [next(step for step in taken if step >= 1)]
     assert audits[0]["equal"] and err.rstrip().splitlines()[-1].endswith("1 audited")
+
+
+@pytest.mark.parametrize("text", [LOGGING, TENSOR_RATE], ids=["norms for the log", "a rate in a tensor"])
+def test_values_that_decide_nothing_are_no_difference(text: str, commands: Commands) -> None:
+    model = commands.folder / "model.py"
+    model.write_text(model.read_text() + text)
+    _, err = commands.run(*training(steps=4), "--check", "--audit-every", "1")
+    assert "4 audited" in err
+    assert "3 of 4 steps compared" in err
