@@ -49,12 +49,15 @@ def full_batch(
     device: torch.device,
     *,
     limit: float = math.inf,
+    known: bool = True,
     step: bool = False,
 ) -> FullBatch:
     """Compare a minibatch with its weighted parts. Memory: a model, and its gradients in float64 on the CPU, twice.
 
     ``limit``: a larger difference needs a reason. It is the factors if others add up to the minibatch within ``limit``,
     and otherwise the samples, which then depend on one another. This needs the gradients of each part at a time.
+    ``known``: whether the loss is known to divide by what the factors count. If not, other factors are a reason only if
+    they are all wrong by the same number: the root of a mean is no weighted sum, and other factors always add up.
     ``step``: take one optimizer step with each, from the initial weights, and with the batch statistics of each.
     Otherwise the weights are moved away from their initial values, and layers with batch statistics use those of the
     complete batch.
@@ -66,7 +69,9 @@ def full_batch(
         accumulated = gradients_of(workload, model, moved, factors)
         error, fault = difference(whole, accumulated), ""
         if not step and error is not None and error > limit:
-            fault = _fault(whole, [gradients_of(workload, model, [part], [1.0]) for part in moved], factors, limit)
+            fault = _fault(
+                whole, [gradients_of(workload, model, [part], [1.0]) for part in moved], factors, limit, known
+            )
     if not step:
         return FullBatch(error, fault)
     stepped = _stepped(workload, whole, device), _stepped(workload, accumulated, device)
@@ -82,6 +87,7 @@ def _fault(
     each: Sequence[Mapping[str, torch.Tensor]],
     factors: Sequence[float],
     limit: float,
+    known: bool,
 ) -> str:
     """Return how the factors differ from those that add up to the minibatch; "" if none do within ``limit``."""
     products = torch.tensor([[_product(one, other) for other in each] for one in each], dtype=torch.float64)
@@ -96,6 +102,9 @@ def _fault(
     }
     left = difference(whole, total)
     if left is None or left > limit:
+        return ""
+    off = best / torch.tensor(factors, dtype=torch.float64)
+    if not known and float(off.max() - off.min()) > limit * float(off.abs().max()):
         return ""
     return f"their factors are {_numbers(factors)}, and those of its gradient are {_numbers(best.tolist())}"
 

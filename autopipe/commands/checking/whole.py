@@ -51,7 +51,9 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     device = torch.device(prepared.profile.device.kind)
     reason = ""
     try:
-        full = full_batch(workload, item, parts, factors, device, limit=_limit(prepared), step=step)
+        full = full_batch(
+            workload, item, parts, factors, device, limit=_limit(prepared), known=bool(graph.divisor), step=step
+        )
     except Exception as error:  # usually out of memory; the comparison of the plan is complete
         full = FullBatch(None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

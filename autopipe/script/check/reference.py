@@ -34,7 +34,7 @@ from autopipe.script.wire import GoneError
 _IDLE_SECONDS = 10.0  # without computing: it waits for what only the first process has
 # the second process may take so many times as long as the first one, but so many seconds in any case
 _SLOWER, _LEAST_SECONDS = 3.0, 30.0
-_LEAST_WITHOUT_THREADS = 5.0  # of a script that has threads, which a forked process has not
+_LEAST_WITHOUT_THREADS = 10.0  # of a script that has threads, which a forked process has not
 _AHEAD = 2  # optimizer steps that the second process makes before the first one makes any
 
 
@@ -105,7 +105,7 @@ class Reference:
     def _next(self) -> dict[str, Any]:
         """Wait for the next message of the second process, and keep it."""
         now = time.monotonic()
-        slower, least = (1.0, _LEAST_WITHOUT_THREADS) if self._threads else (_SLOWER, _LEAST_SECONDS)
+        slower, least = (2.0, _LEAST_WITHOUT_THREADS) if self._threads else (_SLOWER, _LEAST_SECONDS)
         self._deadline = now + max(least, slower * (now - self._start))
         try:
             message: dict[str, Any] = self._wire.receive()
@@ -232,9 +232,9 @@ _NUMBER = r"-?\d[\d.,:e+-]*%?"
 _TIMES = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?|\d+:\d\d:\d\d(?:[.,]\d+)?"
     r"|\d+(?:\.\d+)?(?:e[+-]?\d+)?\s*(?:[a-z]+/(?:s|sec|second)|s/[a-z]+|ms|us|s|secs?|seconds?|mins?|minutes?|hours?|h)\b"
-    r"|(?<![a-z])(?:time|elapsed|runtime|seconds|per_second|date|took|dt|mfu|eta|duration|latency|throughput|[a-z]+/s(?:ec(?:ond)?)?)(?![a-z])"
+    r"|(?<![a-z])(?:times?|elapsed|runtime|seconds|per_second|date|took|dt|mfu|eta|duration|latency|throughput|[a-z]+/s(?:ec(?:ond)?)?)(?![a-z])"
     rf"[^\d\n]{{0,12}}{_NUMBER}(?:\s*\(\s*{_NUMBER}\s*\))?"
-    rf"|data\s+{_NUMBER}\s*\(\s*{_NUMBER}\s*\)",
+    rf"|(?<![a-z])data\s+{_NUMBER}\s*\(\s*{_NUMBER}\s*\)",
     re.IGNORECASE,
 )
 

@@ -167,6 +167,8 @@ def test_a_script_that_polls_a_thread_goes_on_without_the_check(tmp_path: Path) 
         ("{'train_samples_per_second': 3.2}", "{'train_samples_per_second': 1.2}", True),
         ("dt: 18.5 | tok/sec: 283.27", "dt: 40.7 | tok/sec: 12.27", True),
         ("ETA 0:00:03", "ETA 0:10:03", True),
+        ("iter_times 3.1", "iter_times 4.1", True),
+        ("metadata 3 (4)", "metadata 5 (6)", False),
         ("validate loss 2.31", "validate loss 5.67", False),
         ("beta 3", "beta 4", False),
         ("width 3", "width 4", False),

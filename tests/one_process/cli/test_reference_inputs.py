@@ -13,6 +13,7 @@ from autopipe import draws
 from autopipe.ir.shares import Shares
 from autopipe.runtime.step import shares
 from autopipe.runtime.step.deferred import DeferredStatistics
+from autopipe.verify import full_batch
 from autopipe.workload.cutting.dimensions import BatchDimensions
 
 MODEL = """
@@ -151,3 +152,20 @@ def test_own_statistics_have_the_mean_and_variance_of_the_minibatch(one_thread: 
     assert torch.allclose(layer.running_mean, reference.running_mean, rtol=1e-6)
     assert torch.allclose(layer.running_var, reference.running_var, rtol=1e-5)
     assert int(layer.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "refused"),
+    [
+        ((0.2, 0.6), True, True),
+        ((0.2, 0.6), False, False),  # such as the root of a mean, of which any parts add up with other factors
+        ((1.0, 1.0), False, True),  # a sum
+    ],
+)
+def test_other_factors_are_a_fault_if_what_the_loss_divides_by_is_known(
+    wanted: tuple[float, float], known: bool, refused: bool
+) -> None:
+    each = [{"w": torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)}, {"w": torch.tensor([0.0, 1.0, 1.0]).double()}]
+    whole = {"w": wanted[0] * each[0]["w"] + wanted[1] * each[1]["w"]}
+    fault = full_batch._fault(whole, each, (0.5, 0.5), 0.01, known)
+    assert bool(fault) == refused
