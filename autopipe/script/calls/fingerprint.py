@@ -13,6 +13,7 @@ import contextvars
 import functools
 import itertools
 import types
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -198,8 +199,7 @@ class _Description:
         if is_code(value):
             return ByIdentity(value)
         if isinstance(value, np.ndarray):
-            content = id(value) if value.dtype.hasobject else hash(value.tobytes())
-            return ("array", value.shape, str(value.dtype), content)
+            return ("array", value.shape, str(value.dtype), self._of_array(value, depth))
         if isinstance(value, (bytearray, array.array)):
             return (kind.__name__, bytes(value))
         if isinstance(value, nn.Module) and id(value) in self.code.registered:
@@ -217,6 +217,10 @@ class _Description:
             return self._of_hidden(value, depth)
         if isinstance(value, contextvars.ContextVar):
             return ("variable", self.of(value.get(None), depth))
+        if isinstance(value, weakref.ref):
+            return ("reference", self.of(value(), depth))
+        if isinstance(value, types.MappingProxyType):
+            return ("proxy", id(value), self._of_container(dict(value), depth))
         if isinstance(value, functools.partial):
             return ("partial", self.of(value.func, depth), self.of((value.args, value.keywords), depth))
         if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -227,6 +231,11 @@ class _Description:
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
             return self._of_container(value, depth)
         return self._of_object(value, depth)
+
+    def _of_array(self, value: np.ndarray[Any, Any], depth: int) -> Hashable:
+        if not value.dtype.hasobject:
+            return hash(value.tobytes())
+        return id(value) if depth <= 0 or value.size >= MOST else tuple(self.of(v, depth - 1) for v in value.flat)
 
     def _of_container(self, value: Any, depth: int) -> Hashable:
         if depth <= 0 or len(value) >= MOST:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import functools
 import logging
 import types
+import weakref
 from collections import deque
 from typing import Any, Protocol
 
@@ -54,7 +56,7 @@ def is_code(value: Any) -> bool:
 
 def attributes_of_module(module: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, value) of the attributes of a module that are neither parameters, buffers nor modules."""
-    return [entry for entry in vars(module).items() if entry[0] not in _OF_MODULES]
+    return [entry for entry in (*vars(module).items(), *slots(module).items()) if entry[0] not in _OF_MODULES]
 
 
 def may_hold(value: Any) -> bool:
@@ -64,6 +66,8 @@ def may_hold(value: Any) -> bool:
 
 def attributes_of(value: Any, code: Reader) -> list[tuple[str, Any]] | None:
     """Return (name, value) of the attributes of an object that the code may read; None if they are too many."""
+    if isinstance(value, (collections.UserDict, collections.UserList)):  # their own methods read it
+        return [("data", value.data)]
     every = [*(attributes(value) or {}).items(), *slots(value).items()]
     if callable(value) and is_of_a_library(type(value)):
         every = [entry for entry in every if isinstance(entry[1], (*PLAIN, *CONTAINERS))]
@@ -74,8 +78,10 @@ def entries_of(value: Any, code: Reader) -> list[tuple[Any, Any]] | None:
     """Return (key, value) of what a value holds; None if it is not looked into."""
     if not may_hold(value):
         return None
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return list(value.items()) if 0 < len(value) < MOST else None
+    if isinstance(value, weakref.ref):
+        return [("referent", value())]
     if isinstance(value, _SEQUENCES):
         return [(None, entry) for entry in value] if 0 < len(value) < MOST else None
     if isinstance(value, functools.partial):

@@ -33,6 +33,9 @@ def states_of(
 
 def _repeat(node: fx.Node, modules: nn.Module, inputs: dict[str, Tensor]) -> None:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda entry: _value(entry, inputs, exact=False))
+    if getattr(node.target, "__name__", node.target) == "multinomial":  # it draws as many for any probabilities
+        args = tuple(torch.ones_like(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        kwargs = {k: torch.ones_like(v) if isinstance(v, Tensor) and k == "input" else v for k, v in kwargs.items()}
     with context_of(node.meta), torch.no_grad():
         if node.op == "call_module":
             modules.get_submodule(str(node.target))(*args, **kwargs)

@@ -1,8 +1,10 @@
 """Forwards that read through objects and containers; the globals that these read change between steps."""
 
+import collections
 import functools
 import sys
 import types
+import weakref
 
 import numpy as np
 import torch
@@ -51,6 +53,18 @@ cached = functools.lru_cache(functools.partial(lambda power, number: power * num
 bound = types.MethodType(functools.partial(lambda factor, own, h: h * factor * level, 0.5), silent)
 operations, holder = [Operation()], types.SimpleNamespace(function=raised, operation=Operation())
 hidden = [torch.nn.Dropout(0.5)]
+
+
+class Slotted(torch.nn.Module):
+    __slots__ = ("gain",)
+
+
+settings, entries = collections.UserDict(level=1.0), {"level": 1.0}
+view, objects = types.MappingProxyType(entries), np.array([1.0], dtype=object)
+slotted = Slotted()
+slotted.gain = 1.0
+reference = weakref.ref(named)
+named.gain = 1.0
 
 
 class objects_in_a_list:
@@ -117,6 +131,23 @@ class callables_without_names:
     def between(i):
         global level, height
         level, height = 1.5 + i, 0.25
+
+
+class values_behind_library_types:
+    def inside(net, h):
+        return h * settings["level"] * view["level"] * objects[0] * slotted.gain * reference().gain
+
+    def between(i):
+        if i == 0:
+            settings["level"] = 1.5
+        elif i == 1:
+            entries["level"] = 0.5
+        elif i == 2:
+            objects[0] = 2.5
+        elif i == 3:
+            slotted.gain = 0.75
+        else:
+            named.gain = 1.25
 
 
 if __name__ == "__main__":
