@@ -19,7 +19,7 @@ def option_at(where: str) -> str:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ""
-    line, found = int(number), ""
+    line, option = int(number), ""
     for node in ast.walk(tree):  # outer ones first
         if not isinstance(node, ast.If):
             continue
@@ -27,5 +27,5 @@ def option_at(where: str) -> str:
         first = node.test.values[0] if is_and and isinstance(node.test, ast.BoolOp) else node.test
         begin = node.lineno if is_and else node.body[0].lineno
         if isinstance(first, ast.Attribute) and begin <= line <= (node.body[-1].end_lineno or 0):
-            found = ast.unparse(first)
-    return found
+            option = ast.unparse(first)
+    return option

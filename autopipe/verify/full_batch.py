@@ -57,7 +57,8 @@ def full_batch(
     ``limit``: a larger difference needs a reason. It is the factors if others add up to the minibatch within ``limit``,
     and otherwise the samples, which then depend on one another. This needs the gradients of each part at a time.
     ``known``: whether the loss is known to divide by what the factors count. If not, other factors are a reason only if
-    they are all wrong by the same number: the root of a mean is no weighted sum, and other factors always add up.
+    they are all wrong by the same number: the root of a mean is not a weighted sum, and other factors always add
+    up.
     ``step``: take one optimizer step with each, from the initial weights, and with the batch statistics of each.
     Otherwise the weights are moved away from their initial values, and layers with batch statistics use those of the
     complete batch.

@@ -113,7 +113,8 @@ def test_weights_equal_those_of_a_local_run(hosts: Hosts, folder: Path, tmp_path
     assert done.returncode == 0, done.stderr
     here(folder, "train", "--run-dir", str(local), "--steps", "5")
     assert_same_weights(folder, local, remote)
-    assert (remote / "metrics.jsonl").read_text().count("\n") == 5
+    assert (remote / "metrics.jsonl").read_text().count('"step"') == 5
+    assert '"audit": 1, "equal": true' in (remote / "metrics.jsonl").read_text()
     assert_nothing_runs(hosts, 5)
 
 
