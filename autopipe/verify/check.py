@@ -148,7 +148,7 @@ def compare(
         # first: the ranks record batches of other shapes, with their divisors
         evaluated = items[:1] if evaluate and can_be_compared(workload, items[0], settings, loop.device) else ()
         trained, divisors = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
-        loop = replace(loop, settings=replace(settings, divisors=divisors))
+        loop = replace(loop, settings=replace(settings, divisors=dict(enumerate(divisors))))
         plain = loop.train()
         orders = _Orders()
         reference = plain

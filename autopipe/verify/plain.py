@@ -8,7 +8,7 @@ gradients as a plan does: those of each microbatch go to the sum of its replica 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,10 +103,8 @@ class PlainSettings:
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # the order of sums of a plan; None: that of one process
     order: SumOrder | None = None
-    # by step, the divisors of the loss; () or None: the numbers of samples
-    divisors: Sequence[Divisors | None] = ()
-    # of the parts of every minibatch, in place of those that follow from the divisors
-    factors: Sequence[float] = ()
+    # by step, the divisors of the loss; none or None: the numbers of samples
+    divisors: Mapping[int, Divisors | None] = field(default_factory=dict)
     # decay of averaged weights; 0: no averages
     ema: float = 0.0
 
@@ -315,10 +313,7 @@ def _minibatch(
 ) -> tuple[float, float]:
     """Run forward and backward of a minibatch. Return its loss, and the divisor of the gradients."""
     parts = parts_of(workload, item, settings.num_microbatches)
-    factors = settings.factors
-    if not factors:
-        divisors = settings.divisors[step] if settings.divisors else None
-        factors, _ = factors_of([samples_of(workload, part) for part in parts], divisors)
+    factors, _ = factors_of([samples_of(workload, part) for part in parts], settings.divisors.get(step))
     shares: list[float] = []
     weights: list[float] = []
     for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):

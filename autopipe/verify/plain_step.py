@@ -141,8 +141,8 @@ def _plain(
     ``compiled``: with the user's model, compiled.
     """
     workload = Workload.from_spec(context.plan.workload)
-    item, factors = batch.load(files.batch)
-    settings = replace(settings, factors=factors)
+    item, divisors = batch.load(files.batch)
+    settings = replace(settings, divisors={files.step: divisors})
     # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
     subject = CompiledModel(workload, device, context.graph) if compiled else Subject(workload, device)

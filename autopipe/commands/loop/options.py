@@ -56,7 +56,7 @@ def options_of(given: Mapping[str, Any], first: Any) -> dict[str, Any]:
     """
     folder = (Path(given.get("work_dir") or WORK_DIRECTORY) / FOLDER).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    batch.store(first, (), folder)
+    batch.store(first, None, folder)
     write_text(folder / _FILE, _TEXT)
     others = {name: value for name, value in given.items() if name not in _REFUSED}
     return others | {"data": f"{folder / _FILE}:data", "data_reader": "one", "epochs": 1}

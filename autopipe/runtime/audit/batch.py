@@ -6,8 +6,8 @@ add up in another order over other strides.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from autopipe.errors import ArtifactError
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.snapshot import Snapshot
+from autopipe.runtime.step.shares import Divisors
 from autopipe.strides import memory_order, packed, unpacked
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -27,8 +28,8 @@ class UnstorableBatchError(ValueError):
     """A minibatch contains an object that is neither a tensor nor a plain value; the message names its type."""
 
 
-def store(item: Any, factors: Sequence[float], folder: Path) -> None:
-    """Write a minibatch into a folder, with the factor of each of its microbatches in the loss.
+def store(item: Any, divisors: Divisors | None, folder: Path) -> None:
+    """Write a minibatch into a folder, with the divisors of the loss; None if these are the numbers of samples.
 
     Raises: UnstorableBatchError naming the first type that cannot be stored; OSError.
     """
@@ -40,18 +41,18 @@ def store(item: Any, factors: Sequence[float], folder: Path) -> None:
         raise UnstorableBatchError(error.what) from None
     folder.mkdir(parents=True, exist_ok=True)
     snapshot.write(folder / _TENSORS)
-    write_text(folder / _JSON, json.dumps({"minibatch": tree, "factors": list(factors)}))
+    write_text(folder / _JSON, json.dumps({"minibatch": tree, "divisors": divisors and dataclasses.asdict(divisors)}))
 
 
-def load(folder: Path) -> tuple[Any, list[float]]:
-    """Read a minibatch that ``store`` wrote, and its factors.
+def load(folder: Path) -> tuple[Any, Divisors | None]:
+    """Read a minibatch that ``store`` wrote, and the divisors of the loss.
 
     Raises: ArtifactError if the files are damaged.
     """
     try:
         document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
         item = decoded(document["minibatch"], load_file(folder / _TENSORS))
-        return item, [float(factor) for factor in document["factors"]]
+        return item, document["divisors"] and Divisors(**document["divisors"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ArtifactError(f"the minibatch of an audit cannot be read: {error}", where=str(folder)) from error
 

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
 from autopipe.runtime.checkpoint.saver import POLL_SECONDS, Saver
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.step.shares import Divisors
 
 # audits that wait for their comparison; the ranks wait rather than exceed it, so that the disk does not fill
 MOST_WAITING = 4
@@ -57,10 +57,13 @@ class AuditWriter:
         """Return whether a minibatch is audited: the settings say so, or the step of the last one was skipped."""
         return self._postponed or self.wanted(step)
 
-    def begin(self, step: int, item: Any, parts: Sequence[Microbatch], save: Callable[[Saver], None]) -> None:
+    def begin(
+        self, step: int, item: Any, divisors: Callable[[Any], Divisors | None], save: Callable[[Saver], None]
+    ) -> None:
         """Keep the state before minibatch ``step``, and the minibatch, if it is to be audited.
 
-        ``item`` and ``parts`` are the minibatch on rank 0. ``save`` passes the state of this rank to a saver.
+        ``item``: the minibatch on rank 0. ``divisors`` returns those of its loss: the factors of its parts are not
+        stored, so the comparison computes its own. ``save`` passes the state of this rank to a saver.
         """
         if not self.due(step):
             return
@@ -71,7 +74,7 @@ class AuditWriter:
         self._wait_for_comparisons()
         try:
             if self.checkpoints.leads:
-                batch.store(item, [part.factor for part in parts], files.batch)
+                batch.store(item, divisors(item), files.batch)
         except (batch.UnstorableBatchError, OSError) as error:
             self._skipped.append(f"its minibatch cannot be stored: {error}")
         self._savers = [self.checkpoints.for_directory(files.folder)]

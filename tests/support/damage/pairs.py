@@ -62,6 +62,7 @@ _DAMAGES = {
         buffers_frozen decay_twice grad_1.0001 grad_x2 lr_group msg_bf16_process msg_trunc_process
         nonfinite_stop_scale param_left_out tie_value target_rolled mb_lost round_weight
         loss_reported state_reset batch_skipped batch_repeated batches_exchanged buffers_unreported
+        loss_factor_shared_x2
     """,
     "audit-bf16": "grad_1.0001 grad_drop_all grad_drop_one grad_sign_one grad_x2 msg_bf16_process",
     "audit-fp16": "fp16_scale_stage fp16_scale_second",
@@ -89,7 +90,7 @@ _DAMAGES = {
     "resume-replicas": "restore_one restore_opt_rank",
     "resume-tp2": "restore_one read_one restore_opt_rank",
     "resume-spilled": "restore_one restore_opt",
-    "resume-audit": "restore_one restore_one_rank restore_opt restore_sched resume_buffers",
+    "resume-audit": "restore_one restore_one_rank restore_opt restore_sched resume_buffers loss_factor_shared_x2",
     "eval": "restore_one_rank resume_buffers_rank read_one",
     "eval-ema": "read_average",
     "run": "script_backward script_forward script_step",

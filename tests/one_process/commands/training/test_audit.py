@@ -26,6 +26,7 @@ from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Silent
 from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.step.shares import Divisors
 from autopipe.verify.plain_step import audit
 
 STEPS, EVERY = 8, 3
@@ -218,9 +219,10 @@ def test_a_minibatch_is_stored_and_loaded_unchanged(tmp_path: Path) -> None:
         "c": torch.randn(2, dtype=torch.complex64),
         "empty": torch.empty(0, 3, dtype=torch.bfloat16),
     }
-    batch.store(item, [1 / 3, 2 / 3], tmp_path / "batch")
-    minibatch, factors = batch.load(tmp_path / "batch")
-    assert factors == [1 / 3, 2 / 3]
+    divisors = Divisors([9], [[3], [6]], False)
+    batch.store(item, divisors, tmp_path / "batch")
+    minibatch, stored = batch.load(tmp_path / "batch")
+    assert stored == divisors
     assert list(minibatch) == list(item)
     for name in ("a", "gaps", "c", "empty"):
         assert torch.equal(minibatch[name], item[name]), name
@@ -234,7 +236,7 @@ def test_a_minibatch_is_stored_and_loaded_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [OrderedDict(a=1), {1.5: 2}, object(), itertools.count()], ids=lambda v: type(v))
 def test_a_minibatch_that_cannot_be_stored_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(batch.UnstorableBatchError, match="it contains a "):
-        batch.store((torch.zeros(2), value), [1.0], tmp_path / "batch")
+        batch.store((torch.zeros(2), value), None, tmp_path / "batch")
     assert not (tmp_path / "batch").exists()
 
 
