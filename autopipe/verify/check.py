@@ -163,7 +163,7 @@ def compare(
         if not reasons and _differ(trained, reference, loop):  # so the graph is exact, and there are no teams
             reasons = _other_path(loop, order, trained)
             two_paths = bool(reasons)
-        if plan.team > 1 or two_paths:  # optimizers such as Adam enlarge rounding: every step is compared alone
+        if plan.team > 1 or two_paths or job.compile:  # optimizers such as Adam enlarge rounding: each step alone
             loop = replace(loop, forced=trained.gradients)
             reference = loop.in_order(order)
         worst = _differences(trained, reference, context, job)
@@ -171,7 +171,7 @@ def compare(
             worst.add(name, None, plain.buffers[name])
         noise = Worst()
         if reasons:
-            noise = noise_between(reference, loop.in_order(order, reverse=True))
+            noise = noise_between(reference, loop.in_order(order, reverse=True), buffers=False)
         if plan.team > 1:
             add_noise(noise, noise_between(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
         if job.compile:
@@ -180,7 +180,7 @@ def compare(
         if two_paths:
             reasons = (*reasons, _add_noise_of_path(noise, reference, loop, order))
         if job.compile:
-            reasons = (*reasons, _add_noise_of_compiler(noise, loop, reference, order))
+            reasons = (*reasons, _add_noise_of_compiler(noise, reordered, loop, reference, order))
     finally:
         torch.set_num_threads(threads)
     owners, skipped = _owners(context), len(reference.skipped)
@@ -353,7 +353,9 @@ def _add_noise_of_path(noise: Worst, plain: Trained, loop: _Plain, order: SumOrd
     return text
 
 
-def _add_noise_of_compiler(noise: Worst, loop: _Plain, reference: Trained, order: SumOrder) -> str:
+def _add_noise_of_compiler(
+    noise: Worst, reordered: Mapping[str, float], loop: _Plain, reference: Trained, order: SumOrder
+) -> str:
     """Add to ``noise`` what a compiler changes in plain training of the user's model. Return a sentence on it."""
     if order.shared:  # the model has one tensor for the stages that share a parameter
         order = order.without_shared()
@@ -364,7 +366,7 @@ def _add_noise_of_compiler(noise: Worst, loop: _Plain, reference: Trained, order
         logger.info("the model cannot be compiled as a whole: %s", error)
         add_noise(noise, noise_between(reference, loop.in_order(order, within=lambda: SplitSums(2))))
         return without_compiler(error)
-    more, text = noise_of_compiler(reference, compiled, loop.context.plan.workload.precision)
+    more, text = noise_of_compiler(reference, compiled, reordered, loop.context.plan.workload.precision)
     add_noise(noise, more)
     return text
 

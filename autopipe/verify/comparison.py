@@ -39,7 +39,7 @@ class TensorDifference:
 
 
 # of the largest value of a tensor: with more noise, nothing but rounding is left of its gradient
-_ROUNDING_ALONE = 0.1
+ROUNDING_ALONE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Comparison:
         return tuple(
             d.name
             for d in self.differences
-            if not self.promised and d.reordered >= _ROUNDING_ALONE and d.error <= allowed(self.noise, d.noise)
+            if not self.promised and d.reordered >= ROUNDING_ALONE and d.error <= allowed(self.noise, d.noise)
         )
 
     @property

@@ -11,6 +11,7 @@ Code that it does not follow, such as a recurrent layer, runs as it is. If such 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ class CompiledModel(Subject):
             raise UncompilableError("a module that runs as it is draws random numbers")
         self._draws: Draws | None = None
         self.num_graphs = 0
-        self.model.compile(backend=self._generated, dynamic=False)
+        call = functools.partial(_called, self.model._call_impl)
+        self.model._compiled_call_impl = torch.compile(call, backend=self._generated, dynamic=False)
 
     def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a microbatch."""
@@ -79,6 +81,11 @@ class CompiledModel(Subject):
         if self._draws is None:
             raise UncompilableError("a model that draws nothing draws random numbers")
         return self._draws
+
+
+def _called(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a model: the compiler begins at this function, for it begins at no code of torch, such as Sequential's."""
+    return call(*arguments, **named)
 
 
 def _inline_checkpoints(graph: GraphModule) -> None:

@@ -38,7 +38,7 @@ from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
 from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.joined import JoinedStages
-from autopipe.verify.noise import ENLARGED, gradient_errors, too_large_for_a_compiler
+from autopipe.verify.noise import ENLARGED, of_compiler
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
 from autopipe.verify.position import is_in_place
@@ -236,11 +236,13 @@ def _compared(
     noise: dict[str, float] = {}
     reordered: dict[str, float] = {}
     if reasons:
-        reordered = plain.errors_of(take(replace(settings, reverse=True)))
+        errors = plain.errors_of(take(replace(settings, reverse=True)))
+        moved = {f"model.{name}" for name in _buffers(context)}  # by more than rounding, such as means over batches
+        reordered = {name: error for name, error in errors.items() if name not in moved}
         noise = dict(reordered)
     if compiled:
         reordered = _larger(reordered, plain.errors_of(take(replace(settings, enlarged=ENLARGED))))
-        noise = _larger(reordered, _noise_of_compiler(plain, context, take, settings))
+        noise = _larger(reordered, _noise_of_compiler(plain, reordered, context, take, settings))
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
         for name in (*stage.parameters, *stage.buffers):
@@ -265,7 +267,11 @@ def _buffers(context: RunContext) -> set[str]:
 
 
 def _noise_of_compiler(
-    plain: PlainStep, context: RunContext, take: functools.partial[PlainStep], settings: PlainSettings
+    plain: PlainStep,
+    reordered: Mapping[str, float],
+    context: RunContext,
+    take: functools.partial[PlainStep],
+    settings: PlainSettings,
 ) -> dict[str, float]:
     """Return what a compiler changes in the step of the user's model."""
     if settings.order is not None and settings.order.shared:
@@ -276,11 +282,7 @@ def _noise_of_compiler(
     except Exception as error:  # training compiles its stages, which may succeed
         logger.info("the model cannot be compiled as a whole: %s", error)
         return plain.errors_of(take(replace(settings, within=lambda: SplitSums(2))))
-    gradients = gradient_errors(plain.gradients, compiled.gradients)
-    large = too_large_for_a_compiler(gradients, context.plan.workload.precision)
-    parts = [part for name in large for part in (f"model.{name}", f"[{name}]")]
-    errors = plain.errors_of(compiled).items()
-    return {key: error for key, error in errors if not any(part == key or part in key for part in parts)}
+    return of_compiler(plain.errors_of(compiled), reordered, context.plan.workload.precision)
 
 
 def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
