@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from autopipe.commands.steps import Prepared
@@ -66,8 +69,22 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
         divisor="the samples" if apart or not graph.divisor else graph.divisor,
         statistics=tuple(normalised_layers(graph)),
         parameters=tuple(FullBatchParameter(pair.name, pair.gradient, pair.weight) for pair in full.parameters),
-        fault="" if explained else full.fault,
+        fault=_lost(prepared, item, samples, full) or ("" if explained else full.fault),
     )
+
+
+def _lost(prepared: Prepared, item: Any, samples: Sequence[int], full: FullBatch) -> str:
+    """Return how the parts of the ``split`` hook differ from the minibatch; "" if they have its samples.
+
+    Numbers of samples alone prove nothing: the parts of a target may overlap.
+    """
+    workload = prepared.workload
+    total = samples_of(workload, item)
+    if "split" not in workload.hooks or sum(samples) == total or len(prepared.graph.outputs) > 1:
+        return ""
+    if full.error is None or full.error <= _limit(prepared):
+        return ""
+    return f"the parts that `split` returns have {sum(samples)} samples in all, and the minibatch has {total}"
 
 
 def _limit(prepared: Prepared) -> float:
@@ -82,8 +99,10 @@ def refusal_of_weights(full: FullBatchReport | None) -> RunError | None:
     """Return the error for microbatches that do not add up to the full batch, although their samples do; or None."""
     if full is None or not full.fault:
         return None
-    return RunError(
-        f"the microbatches of the first minibatch do not add up to it: {full.fault}",
-        remedy="return (loss, weight) from the loss, with the number that the loss divides by as the weight, or use "
-        "--num-microbatches 1",
+    remedy = (
+        "return (loss, weight) from the loss, with the number that the loss divides by as the weight, or use "
+        "--num-microbatches 1"
     )
+    if "`split`" in full.fault:
+        remedy = "let `split` return every sample once, or return (loss, weight) from the loss"
+    return RunError(f"the microbatches of the first minibatch do not add up to it: {full.fault}", remedy=remedy)

@@ -116,6 +116,22 @@ def test_check_sees_damage_to_what_both_sides_share(
     assert reason in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_split_hook_that_loses_samples_is_refused(command: str, run: Any, tmp_path: Path) -> None:
+    hook = """
+def split(batch, parts):
+    x, target = batch
+    return [(some[:LAST], t[:LAST]) for some, t in zip(x.tensor_split(parts), target.tensor_split(parts))]
+"""
+    (tmp_path / "net.py").write_text(MODEL + hook.replace("LAST", "None"))
+    assert run(command, *COMMON).exit_code == 0
+    (tmp_path / "net.py").write_text(MODEL + hook.replace("LAST", "-1"))
+    done = run(command, *COMMON)
+    assert done.exit_code == 1, done.stdout + done.stderr
+    text = " ".join((done.stdout + done.stderr).split())
+    assert "the parts that `split` returns have" in text and "step 1/" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["doubled shares", "wrong divisors"])
 def test_train_sees_it_before_the_first_step(
     name: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
