@@ -88,6 +88,8 @@ class Patches:
         number = self.choice.by_hand(module)
         if number and self.reference is not None:
             self.reference.stepped(controller, number - 1)
+        if self.reference is not None:
+            self.reference.called(args, kwargs)
         return controller.call(args, kwargs)
 
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> Any:

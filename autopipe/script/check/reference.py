@@ -23,9 +23,10 @@ from torch import nn
 from autopipe.errors import RunError, counted
 from autopipe.script.check import kernel, loaders
 from autopipe.script.check.isolation import CannotError
-from autopipe.script.check.second import Output, Second, digests, fork
+from autopipe.script.check.second import Output, Second, digests, fork, inputs_of
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
+from autopipe.script.lazy import contains_lazy
 from autopipe.script.notes import Notes
 from autopipe.script.refusals import in_a_library, refused
 from autopipe.script.together import REMEDY
@@ -51,6 +52,7 @@ class Reference:
         self.compared = 0  # the number of steps after which the last comparison was
         self._of_output = True  # whether that was equal, too
         self._begun = self._ended = self._ahead = False
+        self._inputs, self._is_at_point = ("", ""), False
         self._messages: list[dict[str, Any]] = []
         self._progress = (0, 0.0)  # the ticks that the second process has computed, and when that was seen
         self._start, self._deadline = 0.0, math.inf
@@ -140,6 +142,12 @@ class Reference:
         self._stop()
         raise refused(message["together"], REMEDY, message["where"])
 
+    def called(self, args: Any, kwargs: Any) -> None:
+        """Note the inputs of the first training call after a comparison."""
+        if self._is_at_point and torch.is_grad_enabled():
+            self._is_at_point = False
+            self._inputs = ("", "") if contains_lazy((args, kwargs)) else inputs_of(args, kwargs)
+
     def stepped(self, controller: Controller, steps: int) -> None:
         """Compare if it is time. Raises: DiffersError if the weights differ."""
         if self._ended or steps not in self.points:
@@ -157,7 +165,7 @@ class Reference:
             self._end(message["stopped"])
             return
         self.compare(controller, steps, text, message)
-        if steps == self.steps:
+        if steps == self.steps and not self._ended:
             self._end()
         controller.notes.synchronized()
 
@@ -166,6 +174,15 @@ class Reference:
         own, others = digests(controller.model), expected["digests"]
         different = [name for name, digest in others.items() if own.get(name) != digest]
         after = counted(steps, "optimizer step")
+        (inputs, drawn), (others_inputs, others_drawn) = self._inputs, expected["inputs"]
+        self._inputs, self._is_at_point = ("", ""), True
+        if different and "" not in (inputs, others_inputs) and inputs != others_inputs and drawn == others_drawn:
+            # weights and generators were equal before that call, so the stages have not changed its inputs
+            after = f"after {counted(self.compared, 'optimizer step')}"
+            self._end(
+                f"{after}, the model gets other inputs in a process of its own: no two runs of the script are equal"
+            )
+            return
         if different or others.keys() != own.keys():
             names = ", ".join(different[:3]) or "their names"
             self._stop()

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from autopipe.script.batches.cutting import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
@@ -67,6 +68,33 @@ def digests(model: nn.Module) -> dict[str, str]:
         return {name: _digest(tensor.detach()) for name, tensor in named_tensors(model).items()}
 
 
+def inputs_of(args: Any, kwargs: Any) -> tuple[str, str]:
+    """Return digests of the tensors and numbers of a call, and of what draws them. "": not known."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _digest_of_inputs(args, kwargs), _digest_of_generators()
+
+
+def _digest_of_inputs(args: Any, kwargs: Any) -> str:
+    parts = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if not isinstance(leaf, Tensor):
+            parts.append(repr(leaf) if isinstance(leaf, bool | int | float | str) else "")
+        elif type(leaf) is not Tensor or leaf.layout is not torch.strided:
+            return ""
+        else:
+            parts.append(_digest(leaf.detach()))
+    return " ".join(parts)
+
+
+def _digest_of_generators() -> str:
+    """Return a digest of the state of the global generators of Python, torch and numpy."""
+    states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    if "numpy" in sys.modules:
+        states.append(sys.modules["numpy"].random.get_state(legacy=False)["state"]["key"].tobytes())
+        states.append(sys.modules["numpy"].random.get_state()[2:])
+    return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
+
+
 def _digest(tensor: Tensor) -> str:
     form = f"{tuple(tensor.shape)} {tensor.dtype} "
     plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -88,6 +116,7 @@ class Second:
         self.model, self.choice, self.output, self.points, self.last = model, choice, output, points, last
         self.parts = parts
         self.steps = 0
+        self._inputs, self._is_at_point = ("", ""), False
         self._thread = threading.get_ident()
         self._errors = io.StringIO()
 
@@ -121,6 +150,8 @@ class Second:
 
     def first_call(self, module: nn.Module, args: Any, kwargs: Any, call: Any) -> Any:
         """Call a module, with a batch that is cut if it is the model."""
+        if module is self.model and self._is_at_point and torch.is_grad_enabled():
+            self._inputs, self._is_at_point = inputs_of(args, kwargs), False
         if module is self.model and self.parts > 1 and torch.is_grad_enabled():
             return call_in_parts(functools.partial(call, module), args, kwargs, self.parts)
         return call(module, *args, **kwargs)
@@ -134,7 +165,9 @@ class Second:
 
     def _done(self, steps: int) -> None:
         if steps in self.points:
-            self._tell({"steps": steps, "output": self.output.text(), "digests": digests(self.model)})
+            text, inputs = self.output.text(), self._inputs
+            self._tell({"steps": steps, "output": text, "digests": digests(self.model), "inputs": inputs})
+            self._inputs, self._is_at_point = ("", ""), True
         if steps >= self.last:
             self._leave({"stopped": ""})
 
