@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.runtime.received import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.script.codec import rebuilt_module
@@ -61,7 +62,8 @@ class _Flight:
 
     def __init__(self, program: _Program) -> None:
         self.program = program
-        self.received: dict[str, Tensor] = {}  # leaves
+        self.received: dict[str, Tensor] = {}  # as the operations read them
+        self.gradients: dict[str, Tensor] = {}  # of received values, until they are sent
         self.sent: dict[str, Tensor] = {}
         self.outputs: list[Tensor] = []
         self.leaves: list[Tensor] = []  # what the tail reads in place of the outputs
@@ -200,7 +202,7 @@ class RankStages:
         for crossing, arriving in pending:
             value = arriving.wait()
             if grad and crossing.grad:
-                value.requires_grad_()
+                value = readable(crossing.name, value.requires_grad_(), flight.gradients)
             flight.received[crossing.name] = value
             arguments.append(value)
         if state is not None:
@@ -283,25 +285,26 @@ class RankStages:
         for flight in flights:
             for crossing in flight.program.receives:
                 if crossing.grad:
-                    value = flight.received[crossing.name]
-                    self._send(GRADIENT, crossing.previous(self.rank), value, crossing.layout)
+                    value, gradient = flight.received[crossing.name], flight.gradients.pop(crossing.name, None)
+                    self._send(GRADIENT, crossing.previous(self.rank), value, gradient, crossing.layout)
         for name, stages in self.ties:
             tied = self.tensors[name] if self.rank in stages[1:] else None
             if tied is not None and tied.requires_grad:
                 before = stages[stages.index(self.rank) - 1]
-                self._send(TIE_GRADIENT, before, tied, Layout(tuple(tied.shape), tied.dtype))
+                self._send(TIE_GRADIENT, before, tied, tied.grad, Layout(tuple(tied.shape), tied.dtype))
+                tied.grad = None
             elif sums.serial and not sums.last and self.rank == stages[0] and self.tensors[name].requires_grad:
                 tied = self.tensors[name]
-                self._send(TIE_VALUE, stages[-1], tied, Layout(tuple(tied.shape), tied.dtype))
+                self._send(TIE_VALUE, stages[-1], tied, tied.grad, Layout(tuple(tied.shape), tied.dtype))
+                tied.grad = None
 
     def _receive(self, kind: str, source: int, layout: Layout) -> Tensor | None:
         channel = Channel(kind, source, self.rank, source, self.rank)
         gradient = self.transport.receive_message(channel, [layout])[0].wait()
         return None if is_absent(gradient) else gradient
 
-    def _send(self, kind: str, target: int, value: Tensor, layout: Layout) -> None:
-        gradient = absent(value.detach()) if value.grad is None else value.grad
-        value.grad = None
+    def _send(self, kind: str, target: int, value: Tensor, gradient: Tensor | None, layout: Layout) -> None:
+        gradient = absent(value.detach()) if gradient is None else gradient
         self.transport.send_message(Channel(kind, self.rank, target, self.rank, target), [gradient], [layout])
 
     def drop(self, calls: list[int]) -> None:

@@ -43,6 +43,29 @@ for _ in range(4):
     opt.step()
     print(random.random(), set("abcdef"))
 """
+# several products of each stage read one value, which is in float32, in bfloat16
+AUTOCAST = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64))
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+    def forward(self, x):
+        x = self.first(x).float()
+        return sum(head(x).tanh() for head in self.heads).float().pow(2).mean()
+model = Net()
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    opt.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(32, 64))
+    loss.backward()
+    opt.step()
+    print(loss.item())
+"""
 CLOSURE = """
 import torch
 from torch import nn
@@ -136,6 +159,14 @@ def test_a_script_without_seeds_draws_the_same_in_both_processes(tmp_path: Path)
     script.write_text(UNSEEDED)
     staged = in_stages(script, folder=tmp_path, options=("--check", "2"))
     assert "checked: 4 tensors and standard output" in staged.errors
+
+
+def test_autocast_casts_what_crosses_for_each_of_its_readers(tmp_path: Path) -> None:
+    script = tmp_path / "autocast.py"
+    script.write_text(AUTOCAST)
+    staged = in_stages(script, folder=tmp_path, options=("--check", "4"))
+    assert staged.code == 0, staged.errors
+    assert "checked: 22 tensors and standard output equal those of one process, after 4 optimizer" in staged.errors
 
 
 def test_a_script_that_ends_before_is_checked_up_to_there(tmp_path: Path) -> None:
