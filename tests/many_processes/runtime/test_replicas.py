@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, kill_ranks
+from support.commands import Commands, fix_costs, kill_ranks
 from support.oracle import train as plain
 from support.oracle_order import Order
 
@@ -54,6 +54,12 @@ def many_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
+def profile(commands: Commands, tmp_path: Path) -> None:
+    """Profile a model with given costs, for which a plan with replicas is the fastest."""
+    commands.run("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "4")
+    fix_costs(tmp_path / ".autopipe")
+
+
 @pytest.mark.parametrize(
     ("ranks", "replicas"), [pytest.param(2, "auto", marks=pytest.mark.slow), (3, "auto"), (2, "never")]
 )
@@ -61,6 +67,7 @@ def test_a_run_with_clipping_equals_the_oracle(ranks: int, replicas: str, comman
     # the norm is summed in the order of the model's parameters, which must reach the processes
     words = ["train", "net.py", "--gpus", str(ranks), "--replicas", replicas, "--schedule", "1f1b", "--device", "cpu"]
     words += ["--batch-size", "24", "--num-microbatches", "6", "--microbatch-sizes", "4", "--clip-grad-norm", "0.5"]
+    profile(commands, tmp_path)
     losses = commands.document(*words, "--steps", "6", "--run-dir", "run")["losses"]
     commands.run("export", "run", "-o", "out.safetensors")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -81,6 +88,7 @@ def test_a_run_with_clipping_equals_the_oracle(ranks: int, replicas: str, comman
 def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("range(6)", "range(40)"))
     kill_ranks(tmp_path / "net.py", {12: 1})
+    profile(commands, tmp_path)
     words = ["train", "net.py", "--replicas", "auto", "--schedule", "1f1b", "--device", "cpu", "--batch-size", "24"]
     words += ["--num-microbatches", "6", "--microbatch-sizes", "4", "--steps", "30"]
     every = ("--run-dir", "run", "--checkpoint-every", "5", "--keep-checkpoints", "0")
