@@ -90,8 +90,8 @@ def _digest_of_generators() -> str:
     """Return a digest of the state of the global generators of Python, torch and numpy."""
     states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
     if "numpy" in sys.modules:
-        states.append(sys.modules["numpy"].random.get_state(legacy=False)["state"]["key"].tobytes())
-        states.append(sys.modules["numpy"].random.get_state()[2:])
+        leaves = pytree.tree_leaves(sys.modules["numpy"].random.get_state(legacy=False))
+        states += [leaf.tobytes() if hasattr(leaf, "tobytes") else leaf for leaf in leaves]
     return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
 
 
