@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +37,7 @@ from autopipe.verify.noise import (
     noise_between,
     noise_of_compiler,
     noise_of_path,
+    usual,
     without_compiler,
 )
 from autopipe.verify.order import SumOrder
@@ -184,6 +184,7 @@ def compare(
     finally:
         torch.set_num_threads(threads)
     owners, skipped = _owners(context), len(reference.skipped)
+    compiled = context.plan.workload.precision if job.compile else ""
     nothing = f"all {counted(skipped, 'step')} overflow in float16 and are skipped" if skipped == len(items) else ""
     first = [
         n for (step, n), g in reference.gradients.items() if not step and not same(trained.gradients.get((0, n)), g)
@@ -209,9 +210,9 @@ def compare(
         reference.losses,
         not reasons,
         reasons,
-        statistics.median(noise.errors.values()) if noise.errors else 0.0,
+        usual(noise.errors, reference.buffers, compiled),
         nonfinite(trained.losses, reference.losses, worst.nonfinite) or nothing,
-        statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
+        usual(noise.gradients, reference.buffers, compiled),
         why_another_order(context),
         not first and trained.losses[:1] == reference.losses[:1],
         all(same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from autopipe import sparse
 from autopipe.errors import counted
+from autopipe.ir.rounding import NOISE_FACTOR
 from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import ROUNDING_ALONE, Worst
 from autopipe.verify.in_stages import Trained
 
 # a factor of the loss that changes the rounding of every gradient, since it is not a power of two; below 1 for float16
 ENLARGED = 0.75
-# the most that the code of a compiler may differ from eager code by rounding, in any tensor, in one step
-_MOST_COMPILED = {"fp32": 5e-3, "bf16": 0.1, "fp16": 0.1}
+# the most that the code of a compiler may differ from eager code by rounding, in any tensor, in one step: the tolerance
+_MOST_COMPILED = {"fp32": 1e-2, "bf16": 0.1, "fp16": 0.1}
 # the most that any tensor may differ in one step between two paths through the model; in fp32, as at capture
 _MOST_OF_PATH = {"fp32": GRADIENT_TOLERANCE, "bf16": 0.02, "fp16": 0.02}
 
@@ -64,14 +65,29 @@ def noise_of_compiler(
 ) -> tuple[Worst, str]:
     """Return what a compiler changes in the plain loop, and a sentence on it. ``reordered``: see ``of_compiler``."""
     noise = noise_between(eager, compiled)
-    limit = _MOST_COMPILED[precision]
     capped = of_compiler(noise.errors, reordered, precision)
     large = sorted(name for name, error in noise.errors.items() if error > capped[name])
-    usual = statistics.median(noise.gradients.values()) if noise.gradients else 0.0
-    text = f"the compiled plain loop differs from the eager one by {usual:.1e} in the median gradient"
+    median = statistics.median(noise.gradients.values()) if noise.gradients else 0.0
+    text = f"the compiled plain loop differs from the eager one by {median:.1e} in the median gradient"
     for errors in (noise.errors, noise.gradients, noise.states):
         errors.update(of_compiler(errors, reordered, precision))
-    return noise, text + _beyond(large, limit)
+    return noise, text + _beyond(large, most_compiled(precision))
+
+
+def most_compiled(precision: str) -> float:
+    """Return the most noise of a compiler that counts: four times as much is the tolerance of a tensor."""
+    return _MOST_COMPILED[precision] / NOISE_FACTOR
+
+
+def usual(errors: Mapping[str, float], without: Collection[str], precision: str) -> float:
+    """Return the noise of the median tensor; ``precision``: of a compiled run, "" of another.
+
+    A tensor that a compiler changes by more than rounding must not raise the tolerance of others, and neither must a
+    buffer lower it: many never change. ``without``: the buffers.
+    """
+    limit = most_compiled(precision) if precision else math.inf
+    values = [error for name, error in errors.items() if name not in without and error < limit]
+    return statistics.median(values) if values else 0.0
 
 
 def of_compiler(errors: Mapping[str, float], reordered: Mapping[str, float], precision: str) -> dict[str, float]:
@@ -79,7 +95,7 @@ def of_compiler(errors: Mapping[str, float], reordered: Mapping[str, float], pre
 
     ``reordered``: what another order of sums changes. Where that leaves nothing, there is no limit.
     """
-    limit = _MOST_COMPILED[precision]
+    limit = most_compiled(precision)
     return {n: e if reordered.get(n, 0.0) >= ROUNDING_ALONE else min(e, limit) for n, e in errors.items()}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import RunError
+from autopipe.ir.rounding import allowed
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
@@ -35,10 +35,10 @@ from autopipe.runtime.training_state.describe import Description
 from autopipe.trace.record.patches import as_compiled
 from autopipe.verify.audited_state import PlainStep, RunStep, state_of
 from autopipe.verify.check import staleness
-from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
+from autopipe.verify.comparison import ROUNDING_ALONE, Comparison, TensorDifference, relative_error
 from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.joined import JoinedStages
-from autopipe.verify.noise import ENLARGED, of_compiler
+from autopipe.verify.noise import ENLARGED, of_compiler, usual
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
 from autopipe.verify.position import is_in_place
@@ -242,6 +242,9 @@ def _compared(
         noise = dict(reordered)
     if compiled:
         reordered = _larger(reordered, plain.errors_of(take(replace(settings, enlarged=ENLARGED))))
+    alone = _of_rounding_alone(reordered, context)
+    reordered |= {f"model.{name}": error for name, error in alone.items()}
+    if compiled:
         noise = _larger(reordered, _noise_of_compiler(plain, reordered, context, take, settings))
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
@@ -255,10 +258,12 @@ def _compared(
         same = run_has is not None and sparse.equal(run_has, plain.tensors[key])
         owner, own = owners.get(name.removeprefix(PREFIX), -1), (noise.get(key, 0.0), reordered.get(key, 0.0))
         differences.append(TensorDifference(name, error, same, owner, own[0], reordered=own[1]))
-    differences += ours.state_differences(plain, noise, reordered)
-    of_tensors = [noise[key] for key in plain.tensors if key in noise]
-    usual = statistics.median(of_tensors) if of_tensors else 0.0
-    return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
+    states = ours.state_differences(plain, noise, reordered)
+    differences += [d for d in states if not any(f"[{name}]" in d.name for name in alone)]
+    of_tensors = {key: noise[key] for key in plain.tensors if key in noise}
+    precision = context.plan.workload.precision if compiled else ""
+    median = usual(of_tensors, {f"model.{name}" for name in _buffers(context)}, precision)
+    return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, median)
 
 
 def _buffers(context: RunContext) -> set[str]:
@@ -285,12 +290,22 @@ def _noise_of_compiler(
     return of_compiler(plain.errors_of(compiled), reordered, context.plan.workload.precision)
 
 
+def _of_rounding_alone(reordered: Mapping[str, float], context: RunContext) -> dict[str, float]:
+    """Return the parameters of whose gradients only rounding is left, with its largest part in weights and states."""
+    alone = {}
+    for name in context.graph.parameters:
+        largest = max((e for key, e in reordered.items() if key == f"model.{name}" or f"[{name}]" in key), default=0.0)
+        if largest >= ROUNDING_ALONE:
+            alone[name] = largest
+    return alone
+
+
 def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
 
 
 def _result(step: int, compared: Comparison) -> AuditResult:
-    worst = max(compared.differences, key=lambda difference: (not difference.bitwise, difference.error))
+    worst = max(compared.differences, key=lambda d: (not d.bitwise, d.error / allowed(compared.noise, d.noise)))
     status = EQUAL if compared.equal else DIFFERENT
     return AuditResult(
         step,

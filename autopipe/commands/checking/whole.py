@@ -74,13 +74,13 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
 
 
 def _lost(prepared: Prepared, item: Any, samples: Sequence[int], full: FullBatch) -> str:
-    """Return how the parts of the ``split`` hook differ from the minibatch; "" if they have its samples.
+    """Return how many samples the parts of the ``split`` hook lack; "" if they have all.
 
-    Numbers of samples alone prove nothing: the parts of a target may overlap.
+    More samples are no error: the parts may overlap, or be windows of time.
     """
     workload = prepared.workload
     total = samples_of(workload, item)
-    if "split" not in workload.hooks or sum(samples) == total or len(prepared.graph.outputs) > 1:
+    if "split" not in workload.hooks or sum(samples) >= total:
         return ""
     if full.error is None or full.error <= _limit(prepared):
         return ""
@@ -104,5 +104,5 @@ def refusal_of_weights(full: FullBatchReport | None) -> RunError | None:
         "--num-microbatches 1"
     )
     if "`split`" in full.fault:
-        remedy = "let `split` return every sample once, or return (loss, weight) from the loss"
+        remedy = "let `split` return every sample in one of the parts"
     return RunError(f"the microbatches of the first minibatch do not add up to it: {full.fault}", remedy=remedy)

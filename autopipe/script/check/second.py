@@ -71,7 +71,10 @@ def digests(model: nn.Module) -> dict[str, str]:
 def inputs_of(args: Any, kwargs: Any) -> tuple[str, str]:
     """Return digests of the tensors and numbers of a call, and of what draws them. "": not known."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _digest_of_inputs(args, kwargs), _digest_of_generators()
+        try:
+            return _digest_of_inputs(args, kwargs), _digest_of_generators()
+        except (RuntimeError, TypeError):  # tensors without memory, such as nested ones
+            return "", ""
 
 
 def _digest_of_inputs(args: Any, kwargs: Any) -> str:

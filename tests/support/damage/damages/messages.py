@@ -57,11 +57,11 @@ for TRANSPORT, PLACE in TRANSPORTS.items():
 def script_backward(send: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Scale the gradients that go to the previous rank."""
 
-    def damaged(self: Any, kind: str, target: int, value: Any, layout: Any) -> None:
-        if value.grad is not None:
+    def damaged(self: Any, kind: str, target: int, value: Any, gradient: Any, layout: Any) -> None:
+        if gradient is not None:
             ran()
-            value.grad = value.grad * 1.001
-        send(self, kind, target, value, layout)
+            gradient = gradient * 1.001
+        send(self, kind, target, value, gradient, layout)
 
     return damaged
 
