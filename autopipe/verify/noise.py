@@ -13,7 +13,7 @@ import torch
 
 from autopipe import sparse
 from autopipe.errors import counted
-from autopipe.ir.rounding import NOISE_FACTOR
+from autopipe.ir.rounding import NOISE_FACTOR, USUAL_FACTOR
 from autopipe.trace.verify import GRADIENT_TOLERANCE
 from autopipe.verify.comparison import ROUNDING_ALONE, Worst
 from autopipe.verify.in_stages import Trained
@@ -85,9 +85,11 @@ def usual(errors: Mapping[str, float], without: Collection[str], precision: str)
     A tensor that a compiler changes by more than rounding must not raise the tolerance of others, and neither must a
     buffer lower it: many never change. ``without``: the buffers.
     """
-    limit = most_compiled(precision) if precision else math.inf
-    values = [error for name, error in errors.items() if name not in without and error < limit]
-    return statistics.median(values) if values else 0.0
+    values = [error for name, error in errors.items() if name not in without]
+    if precision:
+        values = [error for error in values if error < most_compiled(precision)]
+    median = statistics.median(values) if values else 0.0
+    return min(median, _MOST_COMPILED[precision] / USUAL_FACTOR) if precision else median
 
 
 def of_compiler(errors: Mapping[str, float], reordered: Mapping[str, float], precision: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,35 @@ def data(batch_size):
     g = torch.Generator().manual_seed(0)
     x = lambda: torch.randn(batch_size, 8, generator=g)
     return [(x(), torch.randint(0, 3, (batch_size,), generator=g)) for _ in range(4)]
+
+def example_inputs(batch_size):
+    return data(batch_size)[0]
+
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+"""
+
+
+LAYERS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+build_model = Net
+loss = nn.MSELoss()
+
+def data(batch_size):
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(batch_size, 8, generator=g) for _ in range(4)]
+    return [(x, x.sum(1, keepdim=True)) for x in values]
 
 def example_inputs(batch_size):
     return data(batch_size)[0]
@@ -160,6 +190,32 @@ def test_wrong_gradients_of_compiled_stages_are_no_noise(
     assert not result.equal
     assert result.tolerance < 1e-3
     assert result.max_relative_error > 0.4
+
+
+def test_a_compiler_that_is_wrong_everywhere_raises_no_tolerance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "layers.py").write_text(LAYERS)
+    subject = captured_file(tmp_path / "layers.py")
+    changed = []
+
+    def wrong(module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        for node in [node for node in module.graph.nodes if node.target in ("tanh", torch.tanh)]:
+            with module.graph.inserting_after(node):
+                larger = module.graph.call_function(operator.mul, (node, 1.005))
+            node.replace_all_uses_with(larger, delete_user_cb=lambda user, larger=larger: user is not larger)
+            changed.append(node)
+        module.recompile()
+        return module
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **more: compile_(*a, **{"backend": wrong, **more}))
+    monkeypatch.setattr(compiled_model, "generated", wrong)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path, steps=2, compile=True)
+    items = minibatches(subject.workload, 2, 8)
+    result = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
+    assert len(changed) >= 8  # in the stages and in the plain model
+    assert not result.equal
 
 
 def test_a_model_that_cannot_be_compiled_as_a_whole_has_the_noise_of_sums_in_parts(
