@@ -187,7 +187,7 @@ class RankSession:
             self.executor.stepper.samples[first + index] = minibatch.samples
         row, offset = self._rows.of_window(first, len(window.minibatches))
         save = functools.partial(self.save, first, window.before)
-        self._audits.begin(first, self._recordings.latest, self._recordings.divisors_of, save)
+        self._audits.begin(first, self._recordings.latest, self._recordings.divisors_as_cut, save)
         spiller = self.executor.spiller
         with contextlib.nullcontext() if spiller is None else spiller.counted(len(minibatches)):
             self.executor.run(row, minibatches, offset=offset)

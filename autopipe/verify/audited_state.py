@@ -38,13 +38,11 @@ class PlainStep:
     states: tuple[Description, Description]
     # of the loss in fp16, 0 otherwise
     scale: float = 0.0
-    # by name of the parameter
-    gradients: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     # the classes of the optimizer and the scheduler
     classes: tuple[type, ...] = ()
 
     @staticmethod
-    def of(run: PlainRun, before: Description, gradients: Mapping[str, torch.Tensor | None]) -> PlainStep:
+    def of(run: PlainRun, before: Description) -> PlainStep:
         """Copy the results of a run of one step to the host."""
         subject = run.subject
         tensors = {f"{_MODEL}{name}": parameter.data.cpu() for name, parameter in subject.parameters.items()}
@@ -53,7 +51,7 @@ class PlainStep:
         after = state_of(subject.parameters, run.optimizer, run.scheduler)
         scale = 0.0 if run.scaler is None else float(run.scaler.get_scale())
         classes = tuple(type(hook) for hook in (run.optimizer, run.scheduler) if hook is not None)
-        return PlainStep(tensors, run.losses[0], (before, after), scale, gradients, classes)
+        return PlainStep(tensors, run.losses[0], (before, after), scale, classes)
 
     def errors_of(self, other: PlainStep) -> dict[str, float]:
         """Return by how much another plain step differs, by tensor and by the path of a state."""

@@ -161,15 +161,8 @@ def _plain(
     averaged = [name for name in source.names if name.startswith(PREFIX)]
     averages = {name.removeprefix(PREFIX): tensor.to(device) for name, tensor in source.read(averaged).items()}
     resumed = Resumed(files.step, restore, averages)
-    gradients: dict[str, torch.Tensor | None] = {}
-
-    def keep(_: int, parameters: Mapping[str, nn.Parameter]) -> None:
-        gradients.update({n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in parameters.items()})
-
-    of_one = plain_training(
-        workload, [item], settings, device=device, subject=subject, on_gradients=keep, resumed=resumed
-    )
-    return PlainStep.of(of_one, before[0], gradients)
+    of_one = plain_training(workload, [item], settings, device=device, subject=subject, resumed=resumed)
+    return PlainStep.of(of_one, before[0])
 
 
 @dataclass(slots=True)
@@ -232,13 +225,14 @@ def _compared(
     moving = {f"{PREFIX}{name}" for name in context.graph.moving} if settings.ema else set()
     names = {*moving, *(name for name in ours.tensors if name in plain.tensors)}
     names |= {f"model.{name}" for name in context.graph.parameters}
-    names |= {f"model.{name}" for name in _buffers(context)} & plain.tensors.keys()
+    buffers = {f"model.{name}" for name in _buffers(context)}
+    names |= buffers & plain.tensors.keys()
     noise: dict[str, float] = {}
     reordered: dict[str, float] = {}
     if reasons:
         errors = plain.errors_of(take(replace(settings, reverse=True)))
-        moved = {f"model.{name}" for name in _buffers(context)}  # by more than rounding, such as means over batches
-        reordered = {name: error for name, error in errors.items() if name not in moved}
+        # buffers such as means over batches change by more than rounding
+        reordered = {name: error for name, error in errors.items() if name not in buffers}
         noise = dict(reordered)
     if compiled:
         reordered = _larger(reordered, plain.errors_of(take(replace(settings, enlarged=ENLARGED))))
@@ -262,7 +256,7 @@ def _compared(
     differences += [d for d in states if not any(f"[{name}]" in d.name for name in alone)]
     of_tensors = {key: noise[key] for key in plain.tensors if key in noise}
     precision = context.plan.workload.precision if compiled else ""
-    median = usual(of_tensors, {f"model.{name}" for name in _buffers(context)}, precision)
+    median = usual(of_tensors, buffers, precision)
     return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, median)
 
 

@@ -143,7 +143,7 @@ class Recordings:
         """Return the divisors of the loss in a minibatch and its parts; None if it divides by the samples."""
         return self._divisors(item, [self._read(part, training=True) for part in parts])
 
-    def divisors_of(self, item: Any) -> Divisors | None:
+    def divisors_as_cut(self, item: Any) -> Divisors | None:
         """Return the divisors of the loss in a minibatch and the parts into which the run cuts it."""
         return self.divisors(item, self.workload.split(item, self.context.plan.num_microbatches))
 

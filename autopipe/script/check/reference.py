@@ -23,10 +23,9 @@ from torch import nn
 from autopipe.errors import RunError, counted
 from autopipe.script.check import kernel, loaders
 from autopipe.script.check.isolation import CannotError
-from autopipe.script.check.second import Output, Second, digests, fork, inputs_of
+from autopipe.script.check.second import InputsAfterPoint, Output, Second, digests, fork
 from autopipe.script.choosing import Choice
 from autopipe.script.controller import Controller
-from autopipe.script.lazy import contains_lazy
 from autopipe.script.notes import Notes
 from autopipe.script.refusals import in_a_library, refused
 from autopipe.script.together import REMEDY
@@ -52,7 +51,7 @@ class Reference:
         self.compared = 0  # the number of steps after which the last comparison was
         self._of_output = True  # whether that was equal, too
         self._begun = self._ended = self._ahead = False
-        self._inputs, self._is_at_point = ("", ""), False
+        self._inputs = InputsAfterPoint()
         self._has_evaluated = False  # called the model without gradients: data may come from what it returned
         self._messages: list[dict[str, Any]] = []
         self._progress = (0, 0.0)  # the ticks that the second process has computed, and when that was seen
@@ -144,11 +143,9 @@ class Reference:
         raise refused(message["together"], REMEDY, message["where"])
 
     def called(self, args: Any, kwargs: Any) -> None:
-        """Note the inputs of the first training call after a comparison."""
+        """Note a call of the model."""
         self._has_evaluated = self._has_evaluated or not torch.is_grad_enabled()
-        if self._is_at_point and torch.is_grad_enabled():
-            self._is_at_point = False
-            self._inputs = ("", "") if contains_lazy((args, kwargs)) else inputs_of(args, kwargs)
+        self._inputs.note(args, kwargs)
 
     def stepped(self, controller: Controller, steps: int) -> None:
         """Compare if it is time. Raises: DiffersError if the weights differ."""
@@ -176,8 +173,7 @@ class Reference:
         own, others = digests(controller.model), expected["digests"]
         different = [name for name, digest in others.items() if own.get(name) != digest]
         after = counted(steps, "optimizer step")
-        (inputs, drawn), (others_inputs, others_drawn) = self._inputs, expected["inputs"]
-        self._inputs, self._is_at_point = ("", ""), True
+        (inputs, drawn), (others_inputs, others_drawn) = self._inputs.taken(), expected["inputs"]
         is_known = "" not in (inputs, others_inputs) and drawn == others_drawn and not self._has_evaluated
         if different and is_known and inputs != others_inputs and not differing(text, expected["output"]):
             # weights, generators and output were equal before that call

@@ -30,6 +30,7 @@ from autopipe.script.batches.cutting import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
 from autopipe.script.choosing import Choice
+from autopipe.script.lazy import contains_lazy
 from autopipe.script.refusals import script_place
 from autopipe.script.state.weights import named_tensors
 from autopipe.script.together import leaves_of, names_of
@@ -68,8 +69,28 @@ def digests(model: nn.Module) -> dict[str, str]:
         return {name: _digest(tensor.detach()) for name, tensor in named_tensors(model).items()}
 
 
-def inputs_of(args: Any, kwargs: Any) -> tuple[str, str]:
-    """Return digests of the tensors and numbers of a call, and of what draws them. "": not known."""
+class InputsAfterPoint:
+    """The inputs of the first training call after a comparison."""
+
+    def __init__(self) -> None:
+        self._digests, self._is_awaited = ("", ""), False
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Note a call of the model."""
+        if self._is_awaited and torch.is_grad_enabled():
+            self._is_awaited = False
+            self._digests = ("", "") if contains_lazy((args, kwargs)) else _inputs_of(args, kwargs)
+
+    def taken(self) -> tuple[str, str]:
+        """Return digests of the tensors and numbers of the call, and of what draws them, and wait for the next call.
+
+        "": not known.
+        """
+        inputs, self._digests, self._is_awaited = self._digests, ("", ""), True
+        return inputs
+
+
+def _inputs_of(args: Any, kwargs: Any) -> tuple[str, str]:
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return _digest_of_inputs(args, kwargs), _digest_of_generators()
@@ -119,7 +140,7 @@ class Second:
         self.model, self.choice, self.output, self.points, self.last = model, choice, output, points, last
         self.parts = parts
         self.steps = 0
-        self._inputs, self._is_at_point = ("", ""), False
+        self._inputs = InputsAfterPoint()
         self._thread = threading.get_ident()
         self._errors = io.StringIO()
 
@@ -153,8 +174,8 @@ class Second:
 
     def first_call(self, module: nn.Module, args: Any, kwargs: Any, call: Any) -> Any:
         """Call a module, with a batch that is cut if it is the model."""
-        if module is self.model and self._is_at_point and torch.is_grad_enabled():
-            self._inputs, self._is_at_point = inputs_of(args, kwargs), False
+        if module is self.model:
+            self._inputs.note(args, kwargs)
         if module is self.model and self.parts > 1 and torch.is_grad_enabled():
             return call_in_parts(functools.partial(call, module), args, kwargs, self.parts)
         return call(module, *args, **kwargs)
@@ -168,9 +189,8 @@ class Second:
 
     def _done(self, steps: int) -> None:
         if steps in self.points:
-            text, inputs = self.output.text(), self._inputs
+            text, inputs = self.output.text(), self._inputs.taken()
             self._tell({"steps": steps, "output": text, "digests": digests(self.model), "inputs": inputs})
-            self._inputs, self._is_at_point = ("", ""), True
         if steps >= self.last:
             self._leave({"stopped": ""})
 

@@ -99,6 +99,12 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     return captured_file(path)
 
 
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let stages be compiled by a backend."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **more: compile_(*a, **{"backend": backend, **more}))
+
+
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Compile with autograd's graphs, and without generating machine code. Returns the graphs."""
@@ -108,8 +114,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return graph
 
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **more: compile_(*a, **{"backend": backend, **more}))
+    compile_with(monkeypatch, backend)
     monkeypatch.setattr(compiled_model, "generated", lambda part, inputs: part)
     return graphs
 
@@ -208,8 +213,7 @@ def test_a_compiler_that_is_wrong_everywhere_raises_no_tolerance(
         module.recompile()
         return module
 
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **more: compile_(*a, **{"backend": wrong, **more}))
+    compile_with(monkeypatch, wrong)
     monkeypatch.setattr(compiled_model, "generated", wrong)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path, steps=2, compile=True)
     items = minibatches(subject.workload, 2, 8)
