@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-SIDE = 4096  # of the matrices: a product takes 0.2 ms on an H100 and 3 ms on a T4
+SIDES = (64, 256, 1024, 4096)  # of the matrices: a product of the largest takes 0.2 ms on an H100, 3 ms on a T4
+ENOUGH_SECONDS = 1e-4
+"""The smallest matrices are used whose product takes this long."""
 WARM_UP, TIMED = 5, 20
 UNKNOWN_CACHE_BYTES = 128 * 2**20
 
@@ -28,16 +30,22 @@ class GpuLoad:
     def __init__(self, device: torch.device) -> None:
         cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or UNKNOWN_CACHE_BYTES
         self._device = device
-        self._matrix = torch.empty((SIDE, SIDE), dtype=torch.float16, device=device).normal_()
-        self._product = torch.empty_like(self._matrix)
         self._written = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+        for side in SIDES:
+            self._matrix = torch.empty((side, side), dtype=torch.float16, device=device).normal_()
+            self._product = torch.empty_like(self._matrix)
+            self._seconds = self._timed()
+            if self._seconds >= ENOUGH_SECONDS:
+                break
+
+    def _timed(self) -> float:
         self._multiply(WARM_UP)
         start, end = event(), event()
         start.record()
         self._multiply(TIMED)
         end.record()
         end.synchronize()
-        self._seconds = max(float(start.elapsed_time(end)) / 1e3 / TIMED, 1e-6)
+        return max(float(start.elapsed_time(end)) / 1e3 / TIMED, 1e-6)
 
     def occupy(self, seconds: float) -> None:
         """Queue products that take about ``seconds``."""

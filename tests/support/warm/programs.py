@@ -33,6 +33,7 @@ MODULES = (
 )
 TORCH = ("torch", "torch._dynamo", "numpy", "torch.utils.data")
 """For a script that is the reference of ``autopipe run``: nothing of autopipe."""
+SIMULATED = "SIMULATED_LIBRARY"
 _ONE_AT_A_TIME = threading.Lock()  # `make chaos` asks from several threads
 
 
@@ -50,11 +51,12 @@ def run_warm(
     ``without``: a module that it cannot import. ``modules``: those that the process has imported from which it is
     forked.
     """
-    server = _server(modules)
+    variables = dict(os.environ if env is None else env)
+    server = _server(modules, variables.get(SIMULATED, ""), variables.get("PYTHONPATH", ""))
     command = [program, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
-        request = {"command": command, "folder": str(cwd), "environment": dict(os.environ if env is None else env)}
+        request = {"command": command, "folder": str(cwd), "environment": variables}
         request["probe"] = reading.command() if program == AUTOPIPE else []
         with _ONE_AT_A_TIME:
             _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
@@ -70,7 +72,9 @@ def run_warm(
 
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+def _server(modules: tuple[str, ...], library: str, path: str) -> subprocess.Popen[bytes]:
+    """Start the process that forks. ``library``: of its simulated devices; ``path``: where Python finds them."""
+    simulated = {SIMULATED: library, "PYTHONPATH": path} if library else {}
     server = subprocess.Popen(
         [sys.executable, "-m", "support.warm.programs", *modules],
         cwd=Path(__file__).parents[2],
@@ -78,7 +82,7 @@ def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         bufsize=0,  # so that select sees each line
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **simulated},
     )
     atexit.register(server.kill)
     return server
@@ -125,6 +129,8 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     tempfile.tempdir = None
     random.seed()
+    if SIMULATED in os.environ:
+        importlib.import_module("support.simulated.devices").configure()
     if package := request["without"]:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
