@@ -13,7 +13,7 @@ function inside it, called through ``recomputed(unit, ...)``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -191,6 +191,13 @@ class Stage(Container):
             for other, other_name in others:
                 other._buffers[other_name] = owner._buffers[name]
         return self
+
+    def place_constants(self, device: torch.device, names: Iterable[str]) -> None:
+        """Move the constants with these names to a device, on which the parameters are already."""
+        self._autopipe_device = device
+        for name in names:
+            if name in self._buffers:
+                self._buffers[name] = self._buffers[name].to(device)  # type: ignore[union-attr]  # a tensor
 
     def seed(self, where: tuple[int, int, int]) -> None:
         """Set (run seed, minibatch, microbatch), which seed the random draws of the next forward."""

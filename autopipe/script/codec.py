@@ -1,7 +1,8 @@
 """Values as bytes, for commands between the controller and its ranks: a JSON header, then the memory of the tensors.
 
 Nothing is unpickled. A value of another type is refused by name (``UnsendableError``). Tensors arrive with their
-strides, because kernels may round differently over others.
+strides, because kernels may round differently over others, and on the host or on the device of the process that
+decodes them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopipe.script.devices import CPU, DEVICE, HOST, place_of
 from autopipe.strides import extent
 from autopipe.trace.record.targets import qualified_name
 
@@ -31,19 +33,21 @@ class Value(int):
     """The number of a value that the last rank has."""
 
 
-def encoded(value: Any) -> list[bytes | memoryview]:
+def encoded(value: Any, device: torch.device = CPU) -> list[bytes | memoryview]:
     """Return a message: its length and header, then the memory of its tensors, copied at this moment.
+
+    ``device``: of this process, besides the host.
 
     Raises: UnsendableError.
     """
     blobs: list[memoryview] = []
-    header = json.dumps(_encoded(value, blobs)).encode()
+    header = json.dumps(_encoded(value, blobs, device)).encode()
     sizes = json.dumps([len(blob) for blob in blobs]).encode()
     return [len(header).to_bytes(8, "little") + len(sizes).to_bytes(8, "little"), header, sizes, *blobs]
 
 
-def decoded(read: Callable[[memoryview], None]) -> Any:
-    """Return the next message. ``read`` fills a buffer.
+def decoded(read: Callable[[memoryview], None], device: torch.device = CPU) -> Any:
+    """Return the next message. ``read`` fills a buffer; ``device``: of this process.
 
     Raises: whatever ``read`` raises.
     """
@@ -59,47 +63,49 @@ def decoded(read: Callable[[memoryview], None]) -> Any:
         if size:
             read(memoryview(blob.numpy()))  # type: ignore[arg-type]  # an array has a buffer
         blobs.append(blob)
-    return _decoded(json.loads(bytes(header)), blobs)
+    return _decoded(json.loads(bytes(header)), blobs, device)
 
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _encoded(value: Any, blobs: list[memoryview]) -> Any:
+def _encoded(value: Any, blobs: list[memoryview], device: torch.device) -> Any:
+    again = functools.partial(_encoded, blobs=blobs, device=device)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Value):
         return ["V", int(value)]
     if isinstance(value, np.generic):
-        return _encoded(value.item(), blobs)
+        return again(value.item())
     if isinstance(value, (int, float)):
         return ["n", float(value).hex()] if isinstance(value, float) else int(value)
     if isinstance(value, complex):
         return ["c", value.real.hex(), value.imag.hex()]
     if isinstance(value, Tensor):
-        return _tensor(value, blobs)
+        return _tensor(value, blobs, device)
     if isinstance(value, torch.Size):
         return ["S", *value]
     if isinstance(value, (tuple, list)):
-        return ["t" if isinstance(value, tuple) else "l", *(_encoded(entry, blobs) for entry in value)]
+        return ["t" if isinstance(value, tuple) else "l", *map(again, value)]
     if isinstance(value, dict):
-        return ["d", *([_encoded(key, blobs), _encoded(entry, blobs)] for key, entry in value.items())]
+        return ["d", *([again(key), again(entry)] for key, entry in value.items())]
     if isinstance(value, slice):
-        return ["s", *(_encoded(part, blobs) for part in (value.start, value.stop, value.step))]
+        return ["s", *map(again, (value.start, value.stop, value.step))]
     if value is ...:
         return ["e"]
     if isinstance(value, _NAMED):
         return ["N", str(value).removeprefix("torch.")]
     if isinstance(value, torch.device):
-        return ["D", str(value)]
+        return ["D", str(value) if value.type == "meta" else _place(value, device, "the device")]
     if isinstance(value, type) or callable(value):
         return ["F", name_of(value)]
     raise UnsendableError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def _decoded(form: Any, blobs: Sequence[Tensor]) -> Any:
+def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
     if not isinstance(form, list):
         return form
+    again = functools.partial(_decoded, blobs=blobs, device=device)
     tag, rest = form[0], form[1:]
     match tag:
         case "V":
@@ -109,42 +115,58 @@ def _decoded(form: Any, blobs: Sequence[Tensor]) -> Any:
         case "c":
             return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
         case "T":
-            return _rebuilt(rest, blobs)
+            *numbers, place = rest
+            tensor = _rebuilt(numbers, blobs)
+            return tensor if place == HOST else _moved(tensor, device)
         case "S":
             return torch.Size(rest)
         case "t":
-            return tuple(_decoded(entry, blobs) for entry in rest)
+            return tuple(map(again, rest))
         case "l":
-            return [_decoded(entry, blobs) for entry in rest]
+            return list(map(again, rest))
         case "d":
-            return {_decoded(key, blobs): _decoded(entry, blobs) for key, entry in rest}
+            return {again(key): again(entry) for key, entry in rest}
         case "s":
-            return slice(*(_decoded(part, blobs) for part in rest))
+            return slice(*map(again, rest))
         case "e":
             return ...
         case "N":
             return getattr(torch, rest[0])
         case "D":
-            return torch.device(rest[0])
+            return {HOST: CPU, DEVICE: device}.get(rest[0]) or torch.device(rest[0])
         case "F":
             return resolved(rest[0])
     raise UnsendableError(f"unknown tag {tag!r}")
 
 
-def _tensor(tensor: Tensor, blobs: list[memoryview]) -> Any:
+def _place(place: torch.device, device: torch.device, what: str) -> str:
+    name = place_of(place, device)
+    if not name:
+        raise UnsendableError(f"{what} {place}, where the model is not: it is on {device}")
+    return name
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, with its strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _tensor(tensor: Tensor, blobs: list[memoryview], device: torch.device) -> Any:
     plain = tensor.detach()
-    if plain.layout != torch.strided or plain.is_quantized or plain.device.type != "cpu":
+    if plain.layout != torch.strided or plain.is_quantized:
         raise UnsendableError(f"a tensor of layout {plain.layout} on {plain.device}")
+    place = _place(plain.device, device, "a tensor on")
     plain = plain.resolve_conj().resolve_neg()
     span = extent(plain.shape, plain.stride())
     if span > _MOST_GAPS * plain.numel() + 1024:
         plain = plain.contiguous()
         span = plain.numel()
-    memory = plain.as_strided((span,), (1,), plain.storage_offset()).clone()
+    memory = plain.as_strided((span,), (1,), plain.storage_offset())
+    memory = memory.clone() if place == HOST else memory.to(CPU)
     memory = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
     blobs.append(memoryview(memory.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array has a buffer
     dtype = str(plain.dtype).removeprefix("torch.")
-    return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride())]
+    return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride()), place]
 
 
 def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.script.batches.parts import Parts
 from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
 from autopipe.script.calls.programs import Programs
-from autopipe.script.calls.randomness import states_of
+from autopipe.script.calls.randomness import Randomness
+from autopipe.script.devices import CPU, device_of, kind_of
 from autopipe.script.holders import Holders
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
 from autopipe.script.notes import Notes
@@ -27,6 +29,9 @@ from autopipe.script.state.gradients import Gradients
 from autopipe.script.state.remote import plain
 from autopipe.script.state.weights import Weights, named_tensors
 
+UNFINISHED = "AUTOPIPE_UNFINISHED"
+"""An environment variable that tests set to run what is refused otherwise, because it is not complete."""
+
 
 class Controller:
     """One model in stages. It starts its ranks, at their places, at the first training call."""
@@ -34,6 +39,8 @@ class Controller:
     def __init__(self, model: nn.Module, places: Places, *, timeout: float, folder: Path | None, notes: Notes) -> None:
         self.model, self.places, self.timeout, self.notes = model, places, timeout, notes
         self.count = count = places.count
+        self.device = device_of(model)
+        self.randomness = Randomness(self.device)
         self.folder = folder
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.programs = Programs(self)
@@ -156,13 +163,13 @@ class Controller:
         assert self.ranks is not None
         self.weights.push()
         call = self.new_key()
-        if grad and any(cache for _, _, cache in autocast_now()):
+        if grad and any(cache for _, _, cache in self.autocast_now()):
             self.regions.note(call)
         if grad:
             self._program_of[call] = program
         leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
         with plain(self.weights.tensors):
-            states = states_of(program.draws, self.count, self.model, leaves)
+            states = self.randomness.states_of(program, self.count, self.model, leaves)
         keys = [self.new_key() for output in program.recording.outputs if output.dtype is not None]
         for rank in range(self.count):
             wanted = {name: leaves[name].detach() for name in self._inputs[program.number][rank]}
@@ -183,7 +190,7 @@ class Controller:
                 values.append(output.constant)
                 continue
             with self.fakes:
-                fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype)
+                fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
             needs = grad and output.grad
             values.append(Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name))
         return program.recording.returned(self.model, values)
@@ -223,20 +230,29 @@ class Controller:
         if self.first is None:
             self.first, self.plan = recording, plan
             self._own(plan)
+        self._refuse_other_generators(program)
         self._ship(program)
         return program
+
+    def _refuse_other_generators(self, program: Program) -> None:
+        """Refuse a program that draws random numbers on GPUs that draw others than the script's."""
+        assert self.ranks is not None
+        own = kind_of(self.device)
+        for rank, kind in enumerate(self.ranks.kinds if program.draws else ()):
+            if kind != own:
+                raise refused(f"the model draws random numbers, which differ on rank {rank}: {kind} instead of {own}")
 
     def _start(self, plan: Plan) -> None:
         tensors = named_tensors(self.model)
         for name, tensor in tensors.items():
-            if tensor.device.type != "cpu":
+            if tensor.device.type != CPU.type and UNFINISHED not in os.environ:
                 raise refused(f"{name} is on {tensor.device}: only models on the CPU run in stages so far")
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
         used = bytes_by_rank(plan.stages)
         needed = [used[rank] for rank in range(self.count)]
-        self.ranks = Ranks(self.places, self.timeout, self.folder, needed)
+        self.ranks = Ranks(self.places, self.timeout, self.folder, needed, self.device)
         self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send)
         self._inputs: dict[int, list[tuple[str, ...]]] = {}
@@ -291,12 +307,15 @@ class Controller:
             modules = form["modules"]
             form["modules"] = {p: m for p, m in modules.items() if p not in self._sent_modules[rank]}
             self._sent_modules[rank].update(modules)
+            constants = program.recording.constants
+            form["placed"] = [name for name, value in constants.items() if value.device.type != CPU.type]
             form["files"] = files_of(self.ranks.folder / form["folder"]) if self.ranks.needs_files(rank) else {}
             self.ranks.send(rank, ["program", form])
 
     def forget(self, program: Program) -> None:
         """Let a program go that no later call uses."""
         del self._inputs[program.number]
+        self.randomness.forget(program)
         self.send(["forget", program.number])
 
     def _sync_flags(self) -> None:

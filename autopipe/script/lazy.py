@@ -6,6 +6,7 @@ comparison in an ``if``) waits for the number.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils import _pytree as pytree
 
 from autopipe.script.codec import UnsendableError, Value
+from autopipe.script.devices import generators, moved, parsed
 from autopipe.script.refusals import refused
 from autopipe.script.state.remote import METADATA, METADATA_CALLS, is_remote, tracked
 from autopipe.trace.record.targets import property_name, written
@@ -31,6 +33,7 @@ _READS = {
 }  # fmt: skip
 _LIKE = {"type_as", "view_as", "expand_as", "reshape_as"}  # of the second tensor they read only its form
 _DRAWN_LIKE = {"rand_like", "randn_like", "randint_like"}  # so do these of their first, and have no gradient
+_MOVES = {"to", "cuda", "cpu"}  # an argument of them may name a device by text or by its number
 _REFUSED = {"register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook", "set_", "resize_"}
 
 
@@ -48,7 +51,8 @@ class Lazy(Tensor):
     @staticmethod
     def make(controller: Controller, key: int, fake: Tensor, *, needs: bool, calls: frozenset[int], name: str) -> Lazy:
         """Return the tensor for value ``key``. ``fake``: has its shape and dtype. ``name``: of its grad_fn."""
-        lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, strides=fake.stride(), dtype=fake.dtype)
+        form: dict[str, Any] = {"strides": fake.stride(), "dtype": fake.dtype, "device": fake.device}
+        lazy: Lazy = Tensor._make_wrapper_subclass(Lazy, fake.shape, **form)
         lazy.lz_controller, lazy.lz_key, lazy.lz_fake = controller, key, fake
         lazy.lz_needs, lazy.lz_calls, lazy.lz_name, lazy.lz_read = needs, calls if needs else frozenset(), name, None
         controller.holders.add(key, lazy.lz_calls)
@@ -125,7 +129,7 @@ def _property(lazy: Lazy, name: str, func: Any) -> Any:
         case "_version" | "_backward_hooks" | "_base":
             return None if name != "_version" else 0
         case "device":
-            return torch.device("cpu")
+            return lazy.lz_fake.device
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy.lz_fake)
@@ -237,24 +241,31 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
             raise refused(f"{name}() of an output of the model changes another tensor", "call it in the forward")
         return _on_numbers(func, args, kwargs)
     controller.changes += inplace
-    state = torch.get_rng_state() if drawn.count else None
-    if drawn.count:
-        _draw(func, args, kwargs)
+    states = _draw(controller, func, args, kwargs) if drawn.count else {}
     if not (tensors or dynamic or writes or result is None):
         return _on_numbers(func, args, kwargs)
     regions = controller.autocast_now()
     keys = [controller.new_key() for _ in (tensors if not dynamic else [0])]
     extra = controller.new_key()
-    sent = pytree.tree_map(lambda v: Value(v.lz_key) if isinstance(v, Lazy) else _plain(v), (call.args, call.kwargs))
+    moves = name in _MOVES
+
+    def sendable(value: Any, key: str = "") -> Any:
+        if isinstance(value, Lazy):
+            return Value(value.lz_key)
+        return parsed(value, controller.device) if moves or key == "device" else _plain(value)
+
+    positional = pytree.tree_map(sendable, call.args)
+    named = {key: pytree.tree_map(functools.partial(sendable, key=key), value) for key, value in call.kwargs.items()}
+    sent = positional, named
     try:
-        controller.tail(extra, call.kind, call.target, sent, [grad, regions, state], keys)
+        controller.tail(extra, call.kind, call.target, sent, [grad, regions, states], keys)
     except UnsendableError as error:
         raise refused(f"{name}() of an output of the model: {error}") from None
     calls = frozenset().union(*(lazy.lz_calls for lazy in lazies))
     if dynamic:
-        ((shape, stride, dtype, needs),) = controller.describe(keys)
+        ((shape, stride, dtype, device, needs),) = controller.describe(keys)
         with controller.fakes:
-            fake = torch.empty_strided(shape, stride, dtype=dtype)
+            fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return Lazy.make(controller, keys[0], fake, needs=needs, calls=calls, name="IndexBackward0")
     if writes:
         return _changed(args[0], keys, tensors, extra, calls, controller, name)
@@ -327,14 +338,20 @@ def _zeros(value: Any) -> Any:
     if not isinstance(value, Lazy):
         return value
     fake = value.lz_fake
-    return torch.empty_strided(tuple(fake.shape), tuple(fake.stride()), dtype=fake.dtype).zero_()
+    form: dict[str, Any] = {"dtype": fake.dtype, "device": fake.device}
+    return torch.empty_strided(tuple(fake.shape), tuple(fake.stride()), **form).zero_()
 
 
-def _draw(func: Any, args: Any, kwargs: Any) -> None:
-    """Make the same draws here, on zeros, so that the script's generator continues as in one process."""
+def _draw(controller: Controller, func: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Make the same draws here, on zeros, so that the script's generators continue as in one process.
+
+    Return the states before, of those that have moved.
+    """
     args, kwargs = pytree.tree_map(_zeros, (args, kwargs))
+    before = generators(controller.device)
     with torch.no_grad():
         func(*args, **kwargs)
+    return moved(before, controller.device)
 
 
 def backward(

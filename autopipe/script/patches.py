@@ -25,7 +25,7 @@ from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
 from autopipe.script.places import Places
 from autopipe.script.refusals import RefusedError, refused
-from autopipe.script.state import remote
+from autopipe.script.state import remote, scaler
 from autopipe.script.state.optimizers import Copies, check, modules_of
 from autopipe.script.state.remote import busy, is_remote
 from autopipe.script.state.weights import named_tensors
@@ -56,6 +56,7 @@ class Patches:
         self._gradients()
         self._bypasses()
         self._refusals()
+        scaler.install()
 
     # --- the call of a model ------------------------------------------------------------------------------------------
 

@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopipe.errors import WorkerError
 from autopipe.launch.remote import network
+from autopipe.script.devices import CPU
 from autopipe.script.places import Connection, Places
 from autopipe.script.rank.serve import FILE, LISTEN, LOSES, LOST
 from autopipe.script.refusals import refused
@@ -33,12 +36,19 @@ class Ranks:
     """The ranks of one run, and the folder of their stage files."""
 
     def __init__(
-        self, places: Places, timeout: float, folder: Path | None = None, needed_bytes: Sequence[int] = ()
+        self,
+        places: Places,
+        timeout: float,
+        folder: Path | None = None,
+        needed_bytes: Sequence[int] = (),
+        device: torch.device = CPU,
     ) -> None:
         """``folder``: where stage files remain; None for a temporary folder. ``timeout``: seconds of silence.
 
-        ``needed_bytes``: the predicted memory of each rank.
+        ``needed_bytes``: the predicted memory of each rank. ``device``: of the script's model.
         """
+        self.device = device
+        self.kinds: list[Any] = []  # of the rank's devices
         self.count, self.places, self.timeout = places.count, places, timeout
         self.temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="autopipe-run-")) if folder is None else folder
@@ -61,15 +71,18 @@ class Ranks:
         self.wires = [Wire(connection.end, self._check) for connection in self.connections]
         store = LISTEN if self.places.are_remote else FILE
         for rank in range(self.count):
-            settings = {"path": list(sys.path), "store": store, "address": "", **settings_now()}
+            local = sum(other.host == self.connections[rank].host for other in self.connections[:rank])
+            place = {"device": self.device.type, "local_rank": local}
+            settings = {"path": list(sys.path), "store": store, "address": "", **place, **settings_now()}
             if store == LISTEN:
                 self.send(rank, {**settings, "address": self.places.address})
                 store = self.receive(rank)
                 network.refuse_public(network.parse_tcp(store)[0], trusted=self.places.settings.trust_network)
             else:
                 self.send(rank, settings)
-        for rank in range(self.count):
-            self.receive(rank)
+        self.kinds = [self.receive(rank) for rank in range(self.count)]
+        for wire in self.wires:
+            wire.device = self.device
 
     def needs_files(self, rank: int) -> bool:
         """Return whether a rank has no folder in common with the controller."""

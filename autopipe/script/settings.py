@@ -58,10 +58,10 @@ Autocast = tuple[tuple[str, torch.dtype, bool], ...]
 
 
 def autocast_now() -> Autocast:
-    """Return the autocast region of the CPU in which the script is, if it is in one."""
-    if not torch.is_autocast_enabled("cpu"):
-        return ()
-    return (("cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),)
+    """Return the autocast regions in which the script is: that of the CPU, and that of CUDA."""
+    cache = torch.is_autocast_cache_enabled()
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind), cache) for kind in kinds)
 
 
 class Regions:

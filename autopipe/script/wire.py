@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopipe.script.codec import decoded, encoded
+from autopipe.script.devices import CPU
 
 _MOST_WAITING = 256 << 20
 """Bytes that may wait to be sent; more block the sender, which has then run far ahead of the receiver."""
@@ -28,10 +29,14 @@ def is_readable(end: socket.socket | int, seconds: float | None) -> bool:
 
 
 class Wire:
-    """One end of a connection. ``alive``: called while waiting; raises if the other process has ended."""
+    """One end of a connection. ``alive``: called while waiting; raises if the other process has ended.
+
+    ``device``: of this process, for values that are not on the host.
+    """
 
     def __init__(self, end: socket.socket, alive: Callable[[], None] = lambda: None) -> None:
         self._socket, self._alive = end, alive
+        self.device = CPU
         self._queue: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting, self._broken = 0, False
@@ -40,7 +45,7 @@ class Wire:
 
     def send(self, message: Any) -> None:
         """Copy the message, and send it in another thread. Raises: UnsendableError, GoneError."""
-        parts = encoded(message)
+        parts = encoded(message, self.device)
         size = sum(len(part) for part in parts)
         with self._changed:
             while self._waiting > _MOST_WAITING and not self._broken:
@@ -59,7 +64,7 @@ class Wire:
 
     def receive(self) -> Any:
         """Return the next message. Raises: GoneError if the other end is gone, and what ``alive`` raises."""
-        return decoded(self._read)
+        return decoded(self._read, self.device)
 
     def ready(self) -> bool:
         """Return whether a message has begun to arrive."""

@@ -75,7 +75,7 @@ class Parts:
         if controller.ranks is not None:
             controller.weights.touch(())
         with plain(controller.tensors()), silent():
-            if check_samples(controller.model, args, kwargs, parts):
+            if check_samples(controller.model, args, kwargs, parts, controller.device):
                 self._shown.add(form)
 
     def _check_attributes(self, program: Program) -> None:

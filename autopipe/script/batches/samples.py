@@ -26,7 +26,9 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.batches.cutting import Cut
 from autopipe.script.codec import same_bytes
+from autopipe.script.devices import CPU, generators, moved, set_generators
 from autopipe.script.refusals import refused
+from autopipe.script.settings import autocast_now
 
 ACCUMULATE = "accumulate gradients in the script over smaller batches: they overlap, with the same numbers"
 OUTSIDE = f"compute it from the outputs, outside of the model's forward; or {ACCUMULATE}"
@@ -37,27 +39,27 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
 
 
-def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> bool:
-    """Refuse a model whose outputs are not joined from those of its parts.
+def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device = CPU) -> bool:
+    """Refuse a model whose outputs are not joined from those of its parts. ``device``: of the model.
 
     Return whether this batch shows it: False if all of its samples give the same outputs.
 
     Raises: RefusedError with the output's name.
     """
-    return _Trial(model, args, kwargs, cut).run()
+    return _Trial(model, args, kwargs, cut, device).run()
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device) -> None:
         self.model, self.args, self.kwargs, self.cut = model, args, kwargs, cut
-        self.state = torch.get_rng_state()
+        self.device, self.states = device, generators(device)
 
     def run(self) -> bool:
         norms = [self.model.get_submodule(path) for path in batch_norms(self.model)]
         try:
             with torch.no_grad(), _evaluating(norms):
                 whole = self._called(self.args, self.kwargs)
-                draws = not torch.equal(torch.get_rng_state(), self.state)
+                draws = bool(moved(self.states, self.device))
                 parts = self._of_parts()
                 self._same_shapes(whole, parts)
                 if not draws:
@@ -67,11 +69,11 @@ class _Trial:
                         self._compare_without_draws()
                 return self._independent(whole, parts)
         finally:
-            torch.set_rng_state(self.state)
+            set_generators(self.states, self.device)
 
     def _compare_without_draws(self) -> None:
         whole = self._called(self.args, self.kwargs)
-        if not torch.equal(torch.get_rng_state(), self.state):
+        if moved(self.states, self.device):
             raise refused(
                 "the forward draws random numbers in evaluation mode, too: whole batch and parts cannot be compared",
                 ACCUMULATE,
@@ -82,7 +84,7 @@ class _Trial:
 
     def _called(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the outputs by name, with the draws of the whole call."""
-        torch.set_rng_state(self.state)
+        set_generators(self.states, self.device)
         args, kwargs = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         result = functional_call(self.model, buffers, args, kwargs)
@@ -189,8 +191,8 @@ def _same_values(whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
-    used = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
-    return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(used).eps))
+    used = [dtype, *(fast for _, fast, _ in autocast_now())]
+    return math.sqrt(max(torch.finfo(kind).eps for kind in used))
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from autopipe.script.calls.errors import EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import hooks_of
 from autopipe.script.calls.outputs import Attribute, Output, bind_attributes, output_of, with_attributes
 from autopipe.script.calls.uses import is_serial
+from autopipe.script.devices import CPU, generators, set_generators
 from autopipe.script.settings import autocast_now
 from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
@@ -101,17 +102,20 @@ def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
     return stack
 
 
-def record(model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None = None) -> Recording:
+def record(
+    model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None = None, device: torch.device = CPU
+) -> Recording:
     """Record ``model(*args, **kwargs)`` at these shapes, in the grad mode and autocast region of this moment.
 
     ``settled``: the calls of a recording that ended with UnsettledError, if the attributes have been set since.
+    ``device``: of the model.
 
     Raises: TraceError; UnsettledError if the forward sets attributes to constants.
     """
     hooked = hooks_of(model)
     if hooked:
         raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
-    recording, effects, calls = _recorded(model, args, kwargs, settled=settled is not None)
+    recording, effects, calls = _recorded(model, args, kwargs, device, settled=settled is not None)
     if effects.kept:
         raise UnsettledError(calls)
     if settled is not None and calls != settled:
@@ -119,7 +123,9 @@ def record(model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None =
     return recording
 
 
-def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tuple[Recording, Effects, list[str]]:
+def _recorded(
+    model: nn.Module, args: Any, kwargs: Any, device: torch.device, *, settled: bool
+) -> tuple[Recording, Effects, list[str]]:
     """Record once; return also what else the forward does, and its calls that depend on more than constants."""
     flat, form = pytree.tree_flatten((args, kwargs))
     places = {f"input_{i}": i for i, value in enumerate(flat) if isinstance(value, Tensor)}
@@ -150,7 +156,7 @@ def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tup
         recorder.writer.set_output = lambda values: write(tensors)  # type: ignore[method-assign]
         return tensors[0], None
 
-    state = torch.get_rng_state()
+    states = generators(device)
     decided = False
     try:
         # sizes are numbers: a fixed count of samples makes the tracer leave out its symbols
@@ -159,13 +165,13 @@ def _recorded(model: nn.Module, args: Any, kwargs: Any, *, settled: bool) -> tup
         raise
     except TraceError:
         # a decision on numbers, such as on a mask that the model keeps, is recorded with a guard
-        torch.set_rng_state(state)
+        set_generators(states, device)
         followed = follow(call, model, leaves, forward=forward, answer=True)  # type: ignore[arg-type]
         decided = True
         if any(isinstance(part, nn.RNNBase) and part.training and part.dropout for part in model.modules()):
             raise  # the tracer does not see the draws of such a layer in this mode
     finally:
-        torch.set_rng_state(state)
+        set_generators(states, device)
     graph = describe(followed, type(model).__name__)
     constants = dict(followed.recorder.constants)
     capture = Capture(
@@ -328,11 +334,26 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
         for node in recording.capture.module.graph.nodes
         if node.name in stage_of and node.meta.get("random", (0, 0))[1]
     )
+    _refuse_host_values(recording, plan)
     for draw in draws:
         if _draws_by_values(draw.node, recording):
             raise TraceError(f"{draw.node.name} draws as many random numbers as its values demand")
     written = frozenset(buffer for node in graph.nodes for buffer in node.buffers_written)
     return Program(number, recording, plan, name, draws, written, is_serial(graph, plan))
+
+
+def _refuse_host_values(recording: Recording, plan: Plan) -> None:
+    """Refuse values on the host that would cross between stages on GPUs: they would arrive on the device."""
+    crossing = {boundary.value for boundary in plan.boundaries}
+    values = {
+        node.name: node.meta["val"].device.type
+        for node in recording.capture.module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+    kinds = set(values.values()) - {CPU.type}
+    for name in sorted(crossing & values.keys()):
+        if kinds and values[name] == CPU.type:
+            raise TraceError(f"{name} is on the CPU, in a forward on {kinds.pop()}, and would cross between stages")
 
 
 # how many numbers these consume depends on their input: the script's generator could not follow

@@ -29,6 +29,7 @@ from autopipe.script.calls.errors import DoneError, EffectError
 from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
 from autopipe.script.calls.inside import PLAIN
 from autopipe.script.calls.reached import UNSET, bind, value_in
+from autopipe.script.devices import generators, set_generators
 from autopipe.script.refusals import in_a_library
 from autopipe.trace.record.containers import attributes, refill
 from autopipe.trace.record.known import Known
@@ -297,9 +298,12 @@ def _refusing(watch: _Watch, function: Callable[..., Any], *, direct: bool) -> C
     return call
 
 
-def settle(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run the forward for the attributes that it sets; buffers and random numbers stay as they are."""
-    state = torch.get_rng_state()
+def settle(model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> None:
+    """Run the forward for the attributes that it sets; buffers and random numbers stay as they are.
+
+    ``device``: of the model.
+    """
+    states = generators(device)
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
@@ -311,4 +315,4 @@ def settle(model: nn.Module, args: Any, kwargs: Any) -> None:
                 registered.update(own)  # the forward may have bound other tensors
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
-            torch.set_rng_state(state)
+            set_generators(states, device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopipe.script.devices import CPU
 from autopipe.script.refusals import refused
 from autopipe.trace.record.containers import attributes
 from autopipe.trace.state.snapshots.places import slots
@@ -24,6 +25,7 @@ class Output:
     dtype: torch.dtype | None = None  # None: not a tensor
     grad: bool = False  # whether it needs a gradient
     name: str = ""  # of its grad_fn
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True)
@@ -93,4 +95,5 @@ def output_of(value: Any) -> Output:
     if not isinstance(value, Tensor):
         return Output(Hidden(type(value).__qualname__) if _holds_tensors(value) else value)
     name = value.grad_fn.name() if value.grad_fn is not None else ""
-    return Output(None, tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, name)
+    form = tuple(value.shape), tuple(value.stride()), value.dtype
+    return Output(None, *form, value.requires_grad, name, value.device)

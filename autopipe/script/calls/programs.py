@@ -109,7 +109,7 @@ class Programs:
         if self.controller.ranks is not None:
             self.controller.weights.touch(tensors)
         with plain(tensors):
-            settle(self.controller.model, args, kwargs)
+            settle(self.controller.model, args, kwargs, self.controller.device)
         return self.of(flat, form, args, kwargs, grad=grad, settled=calls)
 
     def _impossible(self, error: Exception, grad: bool) -> None:
@@ -126,7 +126,7 @@ class Programs:
 
     def _recorded(self, args: Any, kwargs: Any, settled: list[str] | None) -> Program:
         with plain(self.controller.tensors()):
-            recording: Recording = record(self.controller.model, args, kwargs, settled)
+            recording: Recording = record(self.controller.model, args, kwargs, settled, self.controller.device)
             return self.controller.cut(recording, next(self._numbers))
 
 

@@ -10,25 +10,77 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from autopipe.script.calls.capture import Draw
+from autopipe.script.calls.capture import Draw, Program
+from autopipe.script.devices import DEVICE, HOST, advanced, generators, moved, offset_of, set_generators
 from autopipe.script.refusals import refused
 from autopipe.trace.graph.replay import context_of
 
+States = dict[str, Any]
+"""The states of generators by place, and under COUNT the numbers that a GPU's will give."""
 
-def states_of(
-    draws: tuple[Draw, ...], count: int, modules: nn.Module, inputs: dict[str, Tensor]
-) -> list[Tensor | None]:
-    """Return for each stage the state of the generator before its first draw, None without one; advance it past all.
+COUNT = "count"
 
-    Each call that draws runs on zeros of the shape that was recorded: it consumes as many numbers as the real one.
-    ``inputs``: of the call of the model. Raises: RefusedError if the shape depends on other values than those.
+
+class Randomness:
+    """The draws of one controller's programs.
+
+    Each call that draws runs here on zeros of the shape that was recorded: it consumes as many numbers as the real one.
+    For a GPU, whose generator is a seed and an offset, it does so once for each program: the counts do not change.
     """
-    states: list[Tensor | None] = [None] * count
-    for draw in draws:
-        if states[draw.stage] is None:
-            states[draw.stage] = torch.get_rng_state()
-        _repeat(draw.node, modules, inputs)
-    return states
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: of the script's model."""
+        self._device = device
+        self._counts: dict[int, list[tuple[int, int]]] = {}  # program -> (stage, numbers) of each draw on a GPU
+
+    def states_of(self, program: Program, count: int, modules: nn.Module, inputs: dict[str, Tensor]) -> list[States]:
+        """Return for each stage the generators that it draws from, before its first draw; advance ours past all.
+
+        A stage that draws from a GPU's generator also gets how many numbers it will consume.
+        ``inputs``: of the call of the model.
+
+        Raises: RefusedError if a shape depends on other values than those.
+        """
+        states: list[States] = [{} for _ in range(count)]
+        counts = self._counts.get(program.number)
+        if counts is None:
+            counts = self._repeated(program.draws, states, modules, inputs)
+            if all(_is_static(draw.node) for draw in program.draws) and not any(HOST in state for state in states):
+                self._counts[program.number] = counts
+        elif counts:
+            state = generators(self._device)[DEVICE]
+            for stage, numbers in counts:
+                states[stage].setdefault(DEVICE, state)
+                state = advanced(state, numbers)
+            set_generators({DEVICE: state}, self._device)
+        for stage, numbers in counts:
+            states[stage][COUNT] = states[stage].get(COUNT, 0) + numbers
+        return states
+
+    def _repeated(
+        self, draws: tuple[Draw, ...], states: list[States], modules: nn.Module, inputs: dict[str, Tensor]
+    ) -> list[tuple[int, int]]:
+        """Draw on zeros; note the state before each stage's first draw, and return the counts of a GPU's numbers."""
+        counts = []
+        for draw in draws:
+            before = generators(self._device)
+            _repeat(draw.node, modules, inputs)
+            for place, state in moved(before, self._device).items():
+                states[draw.stage].setdefault(place, state)
+                if place == DEVICE:
+                    now = generators(self._device)[DEVICE]
+                    counts.append((draw.stage, offset_of(now) - offset_of(state)))
+        return counts
+
+    def forget(self, program: Program) -> None:
+        """Drop the counts of a program."""
+        self._counts.pop(program.number, None)
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Return whether the shapes of a node's inputs were recorded as numbers."""
+    values = [entry.meta.get("val") for entry in node.all_input_nodes]
+    return all(isinstance(value, Tensor) and all(type(size) is int for size in value.shape) for value in values)
 
 
 def _repeat(node: fx.Node, modules: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -61,7 +113,8 @@ def _value(node: fx.Node, inputs: dict[str, Tensor], *, exact: bool) -> Any:
     if node.op == "placeholder" and node.name in inputs:
         return inputs[node.name]
     if not exact and isinstance(value, Tensor) and all(type(size) is int for size in value.shape):
-        return torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype).zero_()
+        form: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        return torch.empty_strided(tuple(value.shape), tuple(value.stride()), **form).zero_()
     packs = getattr(node.target, "__name__", "") == _PACK
     known = packs or node.target in (operator.getitem, PackedSequence) or (exact and not node.meta["random"][1])
     if node.op not in ("call_function", "call_method") or not known:

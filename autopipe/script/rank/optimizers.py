@@ -30,14 +30,19 @@ class RankOptimizers:
         self.optimizers[number] = optimizer
 
     def _parameter(self, name: str) -> Tensor:
-        return self.stages.tensors[name] if name in self.stages.owned else nn.Parameter(torch.empty(0))
+        if name in self.stages.owned:
+            return self.stages.tensors[name]
+        return nn.Parameter(torch.empty(0, device=self.stages.device))
 
-    def step(self, number: int, groups: Any) -> None:
-        """Step with new options of the groups."""
+    def step(self, number: int, groups: Any, scaling: dict[str, Any]) -> None:
+        """Step with new options of the groups. ``scaling``: attributes for this step alone."""
         optimizer = self.optimizers[number]
         for own, given in zip(optimizer.param_groups, groups, strict=True):
             own.update(given)
+        vars(optimizer).update(scaling)
         optimizer.step()
+        for name in scaling:
+            delattr(optimizer, name)
 
     def states(self, number: int) -> dict[str, dict[str, Any]]:
         """Return the state of the parameters of this rank, by name."""

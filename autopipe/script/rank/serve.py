@@ -29,9 +29,11 @@ from autopipe.launch.remote import network
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import file_store
 from autopipe.script.codec import Value
+from autopipe.script.devices import device_of_rank, kind_of, set_generators
 from autopipe.script.rank.optimizers import RankOptimizers
 from autopipe.script.rank.stages import RankStages
 from autopipe.script.settings import set_all
+from autopipe.script.state.scaler import unscaled
 from autopipe.script.wire import GoneError, Wire
 
 _FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
@@ -50,7 +52,7 @@ class Rank:
 
     def __init__(self, wire: Wire, rank: int, count: int, folder: Path | None, timeout: float, store: Any) -> None:
         self.wire, self.rank, self.last = wire, rank, rank == count - 1
-        self.stages = RankStages(rank, count, folder, timeout, store)
+        self.stages = RankStages(rank, count, folder, timeout, store, wire.device)
         self.optimizers = RankOptimizers(self.stages)
         self.values: dict[int, Any] = {}  # of the tail, by number
         self.waiting: deque[list[Any]] = deque()  # backwards
@@ -103,14 +105,13 @@ class Rank:
         """Run one call of the script on values. ``keys``: of the tensors in its result, or empty."""
         from torch.utils import _pytree as pytree
 
-        grad, autocast, state = context
+        grad, autocast, states = context
         args, kwargs = pytree.tree_map(lambda v: self.values[v] if isinstance(v, Value) else v, (args, kwargs))
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             for device, dtype, cache in autocast:
                 stack.enter_context(torch.autocast(device, dtype, True, cache))
-            if state is not None:
-                torch.set_rng_state(state)
+            set_generators(states, self.stages.device)
             result = getattr(args[0], target)(*args[1:], **kwargs) if kind == "call_method" else target(*args, **kwargs)
         if keys:
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -139,9 +140,10 @@ class Rank:
         self.wire.send(["value", value.detach() if isinstance(value, torch.Tensor) else value])
 
     def describe(self, keys: list[int]) -> None:
-        """Reply with shape, strides, dtype and whether a gradient is needed, of values whose shape depends on data."""
-        tensors = [self.values[key] for key in keys]
-        self.wire.send(["value", [(tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for t in tensors]])
+        """Reply with shape, strides, dtype, device and need of a gradient, of values whose shape depends on data."""
+        values = [self.values[key] for key in keys]
+        forms = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device, v.requires_grad) for v in values]
+        self.wire.send(["value", forms])
 
     def gather(self) -> None:
         """Reply with the parameters and buffers that this rank owns."""
@@ -196,6 +198,11 @@ class Rank:
             for gradient in own:
                 gradient.mul_(factor)
 
+    def unscale(self, names: list[str], inv_scale: torch.Tensor) -> None:
+        """Unscale gradients as a GradScaler does; reply with whether one is infinite, None without gradients."""
+        own = [self.stages.tensors[name].grad for name in names if name in self.stages.owned]
+        self.wire.send(["value", unscaled([gradient for gradient in own if gradient is not None], inv_scale)])
+
     def needs_gradients(self, flags: dict[str, bool]) -> None:
         """Freeze and unfreeze parameters."""
         for name, flag in flags.items():
@@ -208,9 +215,12 @@ class Rank:
         """Make a copy of an optimizer of the script."""
         self.optimizers.make(number, kind, defaults, groups, state)
 
-    def step(self, number: int, groups: Any) -> None:
-        """Step with the options of the groups at this moment, and send tied parameters to their copies."""
-        self.optimizers.step(number, groups)
+    def step(self, number: int, groups: Any, scaling: dict[str, Any]) -> None:
+        """Step with the options of the groups at this moment, and send tied parameters to their copies.
+
+        ``scaling``: what a GradScaler sets for a fused optimizer.
+        """
+        self.optimizers.step(number, groups, scaling)
         self.stages.share_ties()
 
     def states(self, number: int) -> None:
@@ -255,9 +265,10 @@ def attend(wire: Wire, rank: int, count: int, folder: Path | None, seconds: floa
         more = [entry for entry in settings["path"] if entry not in sys.path and Path(entry).exists()]
         sys.path[:] = settings["path"] if folder is not None else [*sys.path, *more]
         set_all(settings)
+        wire.device = device_of_rank(settings["device"], settings["local_rank"])
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
         served = Rank(wire, rank, count, folder, seconds, store)
-        wire.send(["ready"])
+        wire.send(["ready", kind_of(wire.device)])
         served.serve()
     except (GoneError, TransportClosed):  # another process has failed
         with contextlib.suppress(Exception):

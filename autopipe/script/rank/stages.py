@@ -18,7 +18,9 @@ from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, C
 from autopipe.runtime.received import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
+from autopipe.script.calls.randomness import COUNT
 from autopipe.script.codec import rebuilt_module
+from autopipe.script.devices import CPU, DEVICE, generators, offset_of, set_generators
 from autopipe.stage import Container, Stage
 from autopipe.strides import Layout
 
@@ -96,8 +98,11 @@ class RankStages:
     earlier rank has.
     """
 
-    def __init__(self, rank: int, count: int, folder: Path | None, timeout: float, store: Any) -> None:
+    def __init__(
+        self, rank: int, count: int, folder: Path | None, timeout: float, store: Any, device: torch.device = CPU
+    ) -> None:
         """``folder``: of the stage files; None: they are sent. ``timeout``: seconds. ``store``: torch's."""
+        self.device = device
         self.rank, self.count, self.folder, self.timeout = rank, count, folder, timeout
         self.tensors: dict[str, Tensor] = {}
         self.owned: set[str] = set()
@@ -113,6 +118,7 @@ class RankStages:
             + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs],
             timeout_seconds=timeout,
             store=store,
+            device=device,
         )
 
     @property
@@ -139,6 +145,7 @@ class RankStages:
             kind.SPARE = ()  # state that no call reads stays in ``tensors``
             stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
         stage.draw_from_generator()
+        stage.place_constants(self.device, form["placed"])
         self.programs[form["number"]] = _Program(stage, form)
 
     @contextlib.contextmanager
@@ -205,10 +212,11 @@ class RankStages:
                 value = readable(crossing.name, value.requires_grad_(), flight.gradients)
             flight.received[crossing.name] = value
             arguments.append(value)
-        if state is not None:
-            torch.set_rng_state(state)
+        set_generators(state, self.device)
         with torch.set_grad_enabled(grad):
             results = list(program.stage(*arguments))
+        if DEVICE in state:
+            self._check_draws(state)
         for crossing, value in zip(program.sends, results, strict=False):
             flight.sent[crossing.name] = value
             for consumer in crossing.consumers:
@@ -222,6 +230,14 @@ class RankStages:
             # the script may change an output in place, which no leaf allows
             return [leaf.clone() if leaf.requires_grad else leaf for leaf in flight.leaves]
         return outputs
+
+    def _check_draws(self, state: dict[str, Any]) -> None:
+        """Raise WorkerError if the stage has consumed other numbers of the generator than the script's GPU would."""
+        count = offset_of(generators(self.device)[DEVICE]) - offset_of(state[DEVICE])
+        if count != state[COUNT]:
+            raise RuntimeError(
+                f"the forward drew {count} random numbers on {self.device}, and {state[COUNT]} on the script's device"
+            )
 
     def backward(self, calls: list[int], retain: bool, serial: bool) -> None:
         """Run the backwards of calls, latest first, and add their gradients in the order of one backward.

@@ -27,6 +27,10 @@ _KNOWN = {
 }  # fmt: skip
 
 
+_SCALING = ("grad_scale", "found_inf")
+"""What a GradScaler sets on a fused optimizer for one step."""
+
+
 def modules_of(step: Any) -> list[str]:
     """Return the modules of a step and of the functions that it wraps, the outermost first.
 
@@ -57,9 +61,7 @@ class Copies:
         """Step on the ranks."""
         controller = remote.controller
         assert controller is not None
-        for name in ("grad_scale", "found_inf"):
-            if getattr(optimizer, name, None) is not None:
-                raise refused(f"a step with {name}, which GradScaler sets for a fused optimizer", "fused=False")
+        scaling = {name: _sent(vars(optimizer)[name]) for name in _SCALING if name in vars(optimizer)}
         controller.before_step()
         structure = tuple(tuple(id(p) for p in group["params"]) for group in optimizer.param_groups)
         state: Any = optimizer.state
@@ -69,7 +71,7 @@ class Copies:
             state.push()
         groups = [{k: _sent(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         try:
-            controller.send(["step", self._numbers[optimizer], groups])
+            controller.send(["step", self._numbers[optimizer], groups, scaling])
         except UnsendableError as error:
             raise refused(f"the param_groups of {type(optimizer).__name__} have {error}") from None
         current: Any = optimizer.state
@@ -127,7 +129,7 @@ def check(optimizer: Optimizer, own: Container[int]) -> None:
     for module in getattr(kind.step, "steps_of", ()):
         if not module.startswith("torch."):
             raise refused(f"optimizer {title}: its step was replaced by a function of {module}, which ranks cannot run")
-    extra = sorted(key for key in vars(optimizer) if key not in _KNOWN)
+    extra = sorted(key for key in vars(optimizer) if key not in _KNOWN and key not in _SCALING)
     if extra:
         raise refused(f"optimizer {title} keeps attributes outside of its state: {', '.join(extra)}")
     for group in optimizer.param_groups:

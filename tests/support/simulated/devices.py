@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,8 @@ def load(library: Path) -> Any:
     simulated: Any = module
     _loaded.append(simulated)
     configure()
+    # the thread of a device drops the objects of the last backward, for which it needs Python; else it ends the process
+    atexit.register(time.sleep, 0.1)
     return simulated
 
 
