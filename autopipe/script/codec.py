@@ -59,7 +59,7 @@ def decoded(read: Callable[[memoryview], None], device: torch.device = CPU) -> A
     read(memoryview(sizes))
     blobs = []
     for size in json.loads(bytes(sizes)):
-        blob = torch.empty(size, dtype=torch.uint8)
+        blob = torch.empty(size, dtype=torch.uint8, device=CPU)
         if size:
             read(memoryview(blob.numpy()))  # type: ignore[arg-type]  # an array has a buffer
         blobs.append(blob)
@@ -115,9 +115,7 @@ def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
         case "c":
             return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
         case "T":
-            *numbers, place = rest
-            tensor = _rebuilt(numbers, blobs)
-            return tensor if place == HOST else _moved(tensor, device)
+            return _rebuilt(rest, blobs, device)
         case "S":
             return torch.Size(rest)
         case "t":
@@ -146,11 +144,6 @@ def _place(place: torch.device, device: torch.device, what: str) -> str:
     return name
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, with its strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
-
-
 def _tensor(tensor: Tensor, blobs: list[memoryview], device: torch.device) -> Any:
     plain = tensor.detach()
     if plain.layout != torch.strided or plain.is_quantized:
@@ -169,12 +162,12 @@ def _tensor(tensor: Tensor, blobs: list[memoryview], device: torch.device) -> An
     return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride()), place]
 
 
-def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor]) -> Tensor:
-    index, name, shape, stride = rest
+def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor], device: torch.device) -> Tensor:
+    index, name, shape, stride, place = rest
     dtype: torch.dtype = getattr(torch, name)
-    memory = blobs[index]
+    memory = blobs[index].to(CPU if place == HOST else device)
     if not memory.numel():
-        return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=memory.device)
     if dtype.is_complex:
         numbers = torch.view_as_complex(memory.view(dtype.to_real()).view(-1, 2))
     else:

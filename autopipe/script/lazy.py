@@ -380,6 +380,9 @@ def _text(lazy: Lazy) -> str:
     suffixes = [f"grad_fn=<{lazy.lz_name}>"]
     if value.dtype not in (torch.get_default_dtype(), torch.int64, torch.bool):
         suffixes.insert(0, f"dtype={value.dtype}")
+    kind = value.device.type
+    if kind != torch._C._get_default_device() or (kind == "cuda" and value.device.index != torch.cuda.current_device()):
+        suffixes.insert(0, f"device='{value.device}'")
     text = printing._tensor_str(value, len("tensor("))
     return str(printing._add_suffixes("tensor(" + text, suffixes, len("tensor("), force_newline=False))
 

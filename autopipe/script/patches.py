@@ -57,6 +57,7 @@ class Patches:
         self._bypasses()
         self._refusals()
         scaler.install()
+        _show_one_device()
 
     # --- the call of a model ------------------------------------------------------------------------------------------
 
@@ -271,6 +272,14 @@ class Patches:
             raise refused("DistributedDataParallel: the script is one process of several", "start it as one process")
 
         parallel.__init__ = distributed
+
+
+def _show_one_device() -> None:
+    """Show the script one GPU: with several, libraries train on all of them by themselves. The ranks use all."""
+    places: list[Any] = [torch.cuda, torch.accelerator]
+    for place in places:
+        count: Any = place.device_count
+        place.device_count = functools.wraps(count)(lambda count=count: min(count(), 1))
 
 
 starting: list[Controller] = []

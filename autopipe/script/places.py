@@ -164,7 +164,7 @@ def keep_alive(end: socket.socket) -> None:
 def files_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return the files of a folder of stage files, as bytes, for a rank on another host."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    return {path.name: torch.tensor(list(path.read_bytes()), dtype=torch.uint8) for path in files}
+    return {path.name: torch.tensor(list(path.read_bytes()), dtype=torch.uint8, device="cpu") for path in files}
 
 
 def hello(rank: int) -> bytes:

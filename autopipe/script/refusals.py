@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -67,10 +68,18 @@ def name_of_object(value: Any) -> str:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, and those that have called it."""
+    """Yield a frame, and those that have called it.
+
+    Those of the main thread follow: a hook of a backward on a GPU runs in a thread of torch, while the script waits.
+    """
     while frame is not None:
         yield frame
         frame = frame.f_back
+    if threading.current_thread() is not threading.main_thread():
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        while main is not None:
+            yield main
+            main = main.f_back
 
 
 def _line(frame: FrameType) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.backends import cuda
 
+from autopipe.script.devices import CPU
 from autopipe.script.refusals import refused
 
 _ATTENTION: dict[str, tuple[Any, Any]] = {  # torch has no annotations for them
@@ -15,12 +17,24 @@ _ATTENTION: dict[str, tuple[Any, Any]] = {  # torch has no annotations for them
     "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
 
+_ATTRIBUTES = (
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cuda.matmul.allow_fp16_accumulation"),
+    *(f"cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+)
+"""Attributes of ``torch.backends``."""
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
+)
+"""(backend, operation) of ``fp32_precision`` in ``torch.backends``, such as TF32 in products."""
+
 
 def settings_now() -> dict[str, Any]:
     """Return the switches of this process."""
     return {
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
+        "default_device": torch.get_default_device().type,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "precision": torch.get_float32_matmul_precision(),
@@ -30,11 +44,16 @@ def settings_now() -> dict[str, Any]:
         ),  # there is no function that tells
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         **{name: now() for name, (now, _) in _ATTENTION.items()},
+        **{name: operator.attrgetter(name)(torch.backends) for name in _ATTRIBUTES},
+        "fp32": [torch._C._get_fp32_precision_getter(*place) for place in _PRECISIONS],
     }
 
 
-def set_all(settings: dict[str, Any]) -> None:
-    """Set the switches in this process."""
+def set_all(settings: dict[str, Any], device: torch.device = CPU) -> None:
+    """Set the switches in this process. ``device``: of its stages, where the script may create tensors by default."""
+    default = device if settings["default_device"] == device.type else CPU
+    if torch.get_default_device() != default:
+        torch.set_default_device(None if default == CPU else default)
     if settings["threads"] != torch.get_num_threads():
         torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["dtype"])
@@ -51,6 +70,12 @@ def set_all(settings: dict[str, Any]) -> None:
     anomaly(*settings["anomaly"])
     for name, (_, change) in _ATTENTION.items():
         change(settings[name])
+    for name in _ATTRIBUTES:
+        owner, _, attribute = name.rpartition(".")
+        setattr(operator.attrgetter(owner)(torch.backends), attribute, settings[name])
+    for place, precision in zip(_PRECISIONS, settings["fp32"], strict=True):
+        if precision != torch._C._get_fp32_precision_getter(*place):
+            torch._C._set_fp32_precision_setter(*place, precision)
 
 
 Autocast = tuple[tuple[str, torch.dtype, bool], ...]

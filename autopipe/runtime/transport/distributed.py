@@ -106,7 +106,7 @@ def _translated() -> Iterator[None]:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a CUDA tensor in page-locked memory."""
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     staged.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream().synchronize()
     return staged
@@ -159,7 +159,7 @@ class ProcessTransport:
         for channel in channels:
             try:
                 if channel.from_rank == self.rank:
-                    self._send_by_gloo(channel, torch.zeros(1, dtype=torch.float32))
+                    self._send_by_gloo(channel, torch.zeros(1, dtype=torch.float32, device="cpu"))
                 elif channel.to_rank == self.rank:
                     self._receive_by_gloo(channel, Layout((1,), torch.float32), self._arrives_on(channel)).wait()
             except RuntimeError as error:

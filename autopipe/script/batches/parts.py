@@ -111,11 +111,13 @@ class Parts:
             keys = list(next(columns))
             own = [program.recording.outputs[place] for program, _, _ in sent]
             with controller.fakes:
-                pieces = [torch.empty_strided(part.shape, part.stride, dtype=part.dtype) for part in own]
+                pieces = [
+                    torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=part.device) for part in own
+                ]
                 fake = torch.cat(pieces)
             key = controller.new_key()
             arguments = ([Value(part) for part in keys],)
-            controller.tail(controller.new_key(), "call_function", torch.cat, (arguments, {}), [True, [], None], [key])
+            controller.tail(controller.new_key(), "call_function", torch.cat, (arguments, {}), [True, [], {}], [key])
             controller.holders.drop(keys)
             if recording.shared:
                 controller.shared.add(key)

@@ -162,7 +162,8 @@ class _Trial:
 
     def _mixed(self, rolled: list[Any], chosen: list[bool]) -> Any:
         flat, form = pytree.tree_flatten((self.args, self.kwargs))
-        rows = torch.tensor(chosen).repeat_interleave(torch.tensor(self.cut.sizes))
+        whole = [each for each, size in zip(chosen, self.cut.sizes, strict=True) for _ in range(size)]
+        rows = torch.tensor(whole, device=self.device)
         values = []
         for value, other, own in zip(flat, rolled, self.cut.tensors, strict=True):
             mask = rows.view(-1, *[1] * (value.dim() - 1)) if own else None

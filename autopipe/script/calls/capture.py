@@ -206,9 +206,9 @@ def plan_of(recording: Recording, count: int) -> Plan:
         node.name: node.meta["val"] for node in recording.capture.module.graph.nodes if node.op == "placeholder"
     }
     real = {
-        name: torch.zeros(tuple(value.shape), dtype=value.dtype).as_strided(value.shape, value.stride())
+        name: torch.zeros(tuple(value.shape), dtype=value.dtype, device=CPU).as_strided(value.shape, value.stride())
         if value.is_contiguous()
-        else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
         for name, value in leaves.items()
     }
     try:

@@ -296,10 +296,10 @@ def _of_numbers(entries: tuple[Any, ...]) -> int | None:
 
 
 def _of_tensor(value: Tensor) -> Hashable:
-    ordinary = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
+    ordinary = type(value) is Tensor and value.layout == torch.strided and value.device.type in ("cpu", "cuda")
     if not ordinary or value.requires_grad or value.numel() > _LARGE:
         return ("tensor", id(value), value._version)
-    content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     form = (value.dtype, tuple(value.shape), tuple(value.stride()))
     return ("tensor", *form, content if value.numel() <= _SMALL else hash(content))
 

@@ -81,7 +81,7 @@ class Rank:
 
     def settings(self, values: dict[str, Any]) -> None:
         """Take over switches of torch that the script has changed."""
-        set_all(values)
+        set_all(values, self.stages.device)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ def attend(wire: Wire, rank: int, count: int, folder: Path | None, seconds: floa
             return 0
         more = [entry for entry in settings["path"] if entry not in sys.path and Path(entry).exists()]
         sys.path[:] = settings["path"] if folder is not None else [*sys.path, *more]
-        set_all(settings)
         wire.device = device_of_rank(settings["device"], settings["local_rank"])
+        set_all(settings, wire.device)
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
         served = Rank(wire, rank, count, folder, seconds, store)
         wire.send(["ready", kind_of(wire.device)])

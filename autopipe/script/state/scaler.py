@@ -1,4 +1,4 @@
-"""``GradScaler`` over gradients of ranks: they are unscaled where they are, and only whether one is infinite returns."""
+"""``GradScaler`` over gradients of ranks: unscaled where they are. Only whether one is infinite returns."""
 
 from __future__ import annotations
 

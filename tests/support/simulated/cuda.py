@@ -124,8 +124,10 @@ def _add_streams(cuda: Any, simulated: Any) -> None:
         return torch.device("cuda", simulated.current() if index is None else index)
 
     class Stream(torch.Stream):
+        cuda_stream = 0
+
         def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
-            return torch.Stream(device_of(device))
+            return super().__new__(cls, device_of(device))
 
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
@@ -143,7 +145,7 @@ def _add_streams(cuda: Any, simulated: Any) -> None:
 
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
-    cuda.current_stream = cuda.default_stream = lambda device=None: torch.Stream(device_of(device))
+    cuda.current_stream = cuda.default_stream = Stream
     cuda.stream = cuda.StreamContext = StreamContext
 
 
