@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -123,7 +124,8 @@ def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
         case "l":
             return list(map(again, rest))
         case "d":
-            return {again(key): again(entry) for key, entry in rest}
+            # names are one object each, as in one process: pickle writes the second one as a reference
+            return {sys.intern(key) if type(key) is str else again(key): again(entry) for key, entry in rest}
         case "s":
             return slice(*map(again, rest))
         case "e":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from .warm.programs import TORCH, run_warm
 
@@ -23,28 +25,36 @@ class Ended:
     errors: str
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
 
-def _run(words: list[str], folder: Path, read: Path | None = None) -> Ended:
+def _run(words: list[str], folder: Path, environment: dict[str, str], read: Path | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     with Path(read or os.devnull).open() as stdin:
         done = subprocess.run(
-            words, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=SECONDS, stdin=stdin
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, stdin=stdin
         )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def by_python(script: Path, *words: str, folder: Path, new: bool = False, read: Path | None = None) -> Ended:
+def by_python(
+    script: Path,
+    *words: str,
+    folder: Path,
+    new: bool = False,
+    read: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Ended:
     """Run ``python SCRIPT`` in a folder. ``new``: by a new interpreter, whose tracebacks are those of python.
 
-    ``read``: a file for the standard input of a new interpreter.
+    ``read``: a file for the standard input of a new interpreter. ``environment``: further variables.
     """
+    variables = _environment(environment)
     if new:
-        return _run([sys.executable, str(script), *words], folder, read)
+        return _run([sys.executable, str(script), *words], folder, variables, read)
     folder.mkdir(parents=True, exist_ok=True)
-    done = run_warm(str(script), *words, cwd=folder, env=_environment(), modules=TORCH, timeout=SECONDS)
+    done = run_warm(str(script), *words, cwd=folder, env=variables, modules=TORCH, timeout=SECONDS)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -55,8 +65,9 @@ def in_stages(
     stages: int = 2,
     options: tuple[str, ...] = (),
     read: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
     """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise."""
     given = ("--check", "0", *options)
     command = [sys.executable, "-m", "autopipe.cli", "run", str(script), "--gpus", str(stages), *given, "--", *words]
-    return _run(command, folder, read)
+    return _run(command, folder, _environment(environment), read)

@@ -51,8 +51,8 @@ def unscaled(gradients: list[Tensor], inv_scale: Tensor) -> Tensor | None:
     """
     if not gradients:
         return None
-    found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+    infinite = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         same = [gradient for gradient in gradients if gradient.dtype is dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inv_scale.to(found.device))
-    return found
+        torch._amp_foreach_non_finite_check_and_unscale_(same, infinite, inv_scale.to(infinite.device))
+    return infinite

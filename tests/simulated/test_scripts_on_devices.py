@@ -1,0 +1,130 @@
+"""Scripts with their model on a GPU: in stages they print and save what they do with python on one GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.script_runs import SCRIPTS, Ended, by_python, in_stages
+from support.simulated.library import environment, needed
+from support.slow import mostly_slow
+
+UNFINISHED = "AUTOPIPE_UNFINISHED"
+MODES = (
+    *("plain", "noise", "autocast", "autocast scaler", "fused scaler", "fused infinite scaler", "infinite scaler"),
+    *("clipping", "clipping scaler", "evaluation", "dropout", "drawn from outputs", "moved"),
+)
+CASES = {**{mode: ("gpu/classes.py", (mode,)) for mode in MODES}, "images": ("gpu/images_on_a_gpu.py", ())}
+SOONER = {
+    *((name, 2) for name in ("autocast scaler", "drawn from outputs", "moved", "images")),
+    ("dropout", 3),
+}
+
+
+def pair(
+    script: Path, *words: str, folder: Path, stages: int = 2, new: bool = False, **variables: str
+) -> tuple[Ended, Ended]:
+    """Run a script with python on one simulated GPU, and in stages, on a GPU each.
+
+    ``new``: by a new interpreter, whose files are those of python byte for byte: pickle looks at the identity of names.
+    """
+    needed()
+    one = environment(SIMULATED_DEVICES="1", **variables)
+    plain = by_python(script, *words, folder=folder / "plain", new=new, environment=one)
+    several = environment(**{UNFINISHED: "1", **variables})
+    return plain, in_stages(script, *words, folder=folder / "staged", stages=stages, environment=several)
+
+
+def same_files(folder: Path) -> bool:
+    names = [{path.relative_to(folder / k) for path in (folder / k).rglob("*.pt")} for k in ("plain", "staged")]
+    return names[0] == names[1] and all(
+        (folder / "plain" / name).read_bytes() == (folder / "staged" / name).read_bytes() for name in names[0]
+    )
+
+
+@pytest.mark.parametrize(("name", "stages"), mostly_slow([(n, s) for n in CASES for s in (2, 3)], SOONER))
+def test_a_script_prints_and_saves_what_it_does_on_one_gpu(name: str, stages: int, tmp_path: Path) -> None:
+    script, words = CASES[name]
+    plain, staged = pair(SCRIPTS / script, *words, folder=tmp_path, stages=stages, new=True)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+    assert f"{stages} stages: " in staged.errors
+    assert same_files(tmp_path)
+
+
+def on_gpu(folder: Path) -> Path:
+    """Return copies of the scripts whose tensors are created on the GPU, and read through the host."""
+    copies = folder / "scripts"
+    shutil.copytree(SCRIPTS, copies)
+    for path in copies.rglob("*.py"):
+        text = path.read_text().replace("import torch\n", "import torch; torch.set_default_device('cuda')\n", 1)
+        path.write_text(text.replace(".numpy()", ".cpu().numpy()"))
+    return copies
+
+
+WAYS = tuple(f"ways/ways_{kind}.py" for kind in ("parameters", "gradients", "optimizers", "outputs"))
+FORWARDS = tuple(f"forwards/{kind}.py" for kind in ("reads", "reads_objects", "reads_data", "keeps", "effects"))
+EXAMPLES = ("language.py", "masked.py", "several_calls.py", "attributes.py", "tied_over_stages.py", "unfreezing.py")
+
+
+@pytest.mark.parametrize("file", [*WAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES)])
+def test_a_table_of_ways_gives_the_numbers_of_one_gpu(file: str, tmp_path: Path) -> None:
+    plain, staged = pair(on_gpu(tmp_path) / file, folder=tmp_path, new=file in EXAMPLES)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+    assert len(plain.output.splitlines()) >= (80 if file in WAYS else 3)
+    assert same_files(tmp_path)
+
+
+@pytest.mark.parametrize("file", mostly_slow(FORWARDS, {"forwards/reads_data.py", "forwards/keeps.py"}))
+def test_a_forward_gives_the_numbers_of_one_gpu_or_is_refused(file: str, tmp_path: Path) -> None:
+    plain, staged = pair(on_gpu(tmp_path) / file, folder=tmp_path)
+    assert plain.code == 0, plain.errors
+    expected, actual = (blocks(ended.output) for ended in (plain, staged))
+    assert len(expected) >= 8
+    refused = {name for name in expected if f"\n{name}: refused: autopipe run: " in f"\n{staged.errors}"}
+    assert expected.keys() - refused == actual.keys() - refused, staged.errors[-2000:]
+    assert file == "forwards/effects.py" or len(actual.keys() - refused) >= 4
+    for name in actual.keys() - refused:
+        assert actual[name] == expected[name], name
+
+
+def blocks(text: str) -> dict[str, list[str]]:
+    """Return the indented lines after each name."""
+    result: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("  "):
+            result[list(result)[-1]].append(line)
+        elif line != "forward":  # which a forward prints
+            result[line] = []
+    return result
+
+
+def test_what_is_refused_on_a_gpu_names_its_line_and_changes_nothing(tmp_path: Path) -> None:
+    needed()
+    script = on_gpu(tmp_path) / "ways/refused_ways.py"
+    plain = by_python(script, "--plain", folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
+    staged = in_stages(script, folder=tmp_path, environment=environment(**{UNFINISHED: "1"}))
+    assert staged.output == plain.output
+    kinds = [line.rpartition(": ")[2] for line in staged.errors.splitlines() if line.count(": ") == 1]
+    assert kinds.count("refused") >= 30
+    assert "ran" not in kinds
+
+
+def test_gpus_that_draw_other_numbers_are_refused(tmp_path: Path) -> None:
+    needed()
+    several = environment(**{UNFINISHED: "1"}, SIMULATED_MULTIPROCESSORS="132,2")
+    staged = in_stages(SCRIPTS / "gpu/classes.py", "dropout", folder=tmp_path, environment=several)
+    assert staged.code == 1
+    assert "the model draws random numbers, which differ on rank 1: " in staged.errors
+    assert staged.output == ""
+
+
+def test_a_gpu_is_refused_so_far(tmp_path: Path) -> None:
+    needed()
+    staged = in_stages(SCRIPTS / "gpu/classes.py", "plain", folder=tmp_path, environment=environment())
+    assert staged.code == 1
+    assert "only models on the CPU run in stages so far" in staged.errors
