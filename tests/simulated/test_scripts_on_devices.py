@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.damage.registry import MARKS, VARIABLE
 from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 from support.simulated.library import environment, needed
 from support.slow import mostly_slow
@@ -121,6 +122,27 @@ def test_gpus_that_draw_other_numbers_are_refused(tmp_path: Path) -> None:
     assert staged.code == 1
     assert "the model draws random numbers, which differ on rank 1: " in staged.errors
     assert staged.output == ""
+
+
+DAMAGES = {
+    "autocast_of_gpu_lost": "autocast scaler",
+    "generator_of_gpu_lost": "dropout",
+    "generator_does_not_advance": "dropout",
+    "rank_stays_on_host": "plain",
+    "place_is_lost": "plain",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_one_of_the_parts_the_numbers_differ_or_the_run_fails(damage: str, tmp_path: Path) -> None:
+    needed()
+    (tmp_path / "marks").mkdir()
+    variables = {VARIABLE: damage, MARKS: str(tmp_path / "marks"), UNFINISHED: "1"}
+    script, words = SCRIPTS / "gpu/classes.py", DAMAGES[damage]
+    plain = by_python(script, words, folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
+    staged = in_stages(script, words, folder=tmp_path, environment=environment(**variables))
+    assert (tmp_path / "marks" / damage).exists()
+    assert staged.code != 0 or staged.output != plain.output
 
 
 def test_a_gpu_is_refused_so_far(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from support.damage import switched  # noqa: F401
 from support.damage.damages import (  # noqa: F401
+    devices,
     gradients,
     messages,
     microbatches,

@@ -45,3 +45,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if "SIMULATED_LIBRARY" in os.environ:
     sys.meta_path.insert(0, _Finder(Path(os.environ["SIMULATED_LIBRARY"])))
+if "AUTOPIPE_TEST_DAMAGE" in os.environ:
+    importlib.import_module("support.damage.installing").install()
