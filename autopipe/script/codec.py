@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.script.devices import CPU, DEVICE, HOST, place_of
+from autopipe.script.state import parked
 from autopipe.strides import extent
 from autopipe.trace.record.targets import qualified_name
 
@@ -47,8 +48,8 @@ def encoded(value: Any, device: torch.device = CPU) -> list[bytes | memoryview]:
     return [len(header).to_bytes(8, "little") + len(sizes).to_bytes(8, "little"), header, sizes, *blobs]
 
 
-def decoded(read: Callable[[memoryview], None], device: torch.device = CPU) -> Any:
-    """Return the next message. ``read`` fills a buffer; ``device``: of this process.
+def decoded(read: Callable[[memoryview], None], device: torch.device = CPU, *, parks: bool = False) -> Any:
+    """Return the next message. ``read`` fills a buffer; ``device``: of this process. ``parks``: see ``state.parked``.
 
     Raises: whatever ``read`` raises.
     """
@@ -64,7 +65,7 @@ def decoded(read: Callable[[memoryview], None], device: torch.device = CPU) -> A
         if size:
             read(memoryview(blob.numpy()))  # type: ignore[arg-type]  # an array has a buffer
         blobs.append(blob)
-    return _decoded(json.loads(bytes(header)), blobs, device)
+    return _decoded(json.loads(bytes(header)), blobs, functools.partial(_rebuilt, device=device, parks=parks))
 
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
@@ -103,10 +104,10 @@ def _encoded(value: Any, blobs: list[memoryview], device: torch.device) -> Any:
     raise UnsendableError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
+def _decoded(form: Any, blobs: Sequence[Tensor], rebuilt: Any) -> Any:
     if not isinstance(form, list):
         return form
-    again = functools.partial(_decoded, blobs=blobs, device=device)
+    again = functools.partial(_decoded, blobs=blobs, rebuilt=rebuilt)
     tag, rest = form[0], form[1:]
     match tag:
         case "V":
@@ -116,7 +117,7 @@ def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
         case "c":
             return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
         case "T":
-            return _rebuilt(rest, blobs, device)
+            return rebuilt(rest, blobs)
         case "S":
             return torch.Size(rest)
         case "t":
@@ -133,7 +134,7 @@ def _decoded(form: Any, blobs: Sequence[Tensor], device: torch.device) -> Any:
         case "N":
             return getattr(torch, rest[0])
         case "D":
-            return {HOST: CPU, DEVICE: device}.get(rest[0]) or torch.device(rest[0])
+            return {HOST: CPU, DEVICE: rebuilt.keywords["device"]}.get(rest[0]) or torch.device(rest[0])
         case "F":
             return resolved(rest[0])
     raise UnsendableError(f"unknown tag {tag!r}")
@@ -147,27 +148,31 @@ def _place(place: torch.device, device: torch.device, what: str) -> str:
 
 
 def _tensor(tensor: Tensor, blobs: list[memoryview], device: torch.device) -> Any:
-    plain = tensor.detach()
+    plain, family = parked.plain_of(tensor), parked.family_of(tensor)
     if plain.layout != torch.strided or plain.is_quantized:
         raise UnsendableError(f"a tensor of layout {plain.layout} on {plain.device}")
-    place = _place(plain.device, device, "a tensor on")
+    place = _place(plain.device if family is None else family.device, device, "a tensor on")
     plain = plain.resolve_conj().resolve_neg()
     span = extent(plain.shape, plain.stride())
     if span > _MOST_GAPS * plain.numel() + 1024:
         plain = plain.contiguous()
         span = plain.numel()
     memory = plain.as_strided((span,), (1,), plain.storage_offset())
-    memory = memory.clone() if place == HOST else memory.to(CPU)
+    memory = memory.to(CPU, copy=True)
     memory = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
     blobs.append(memoryview(memory.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array has a buffer
     dtype = str(plain.dtype).removeprefix("torch.")
     return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride()), place]
 
 
-def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor], device: torch.device) -> Tensor:
+def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor], device: torch.device, parks: bool) -> Tensor:
     index, name, shape, stride, place = rest
+    if parks and place == DEVICE:
+        return parked.parked_value(_rebuilt([*rest[:-1], HOST], blobs, device, parks), device)
     dtype: torch.dtype = getattr(torch, name)
-    memory = blobs[index].to(CPU if place == HOST else device)
+    memory = blobs[index]
+    if place != HOST:
+        memory = torch.empty_like(memory, device=device).copy_(memory)  # ``to`` may leave it on the host
     if not memory.numel():
         return torch.empty_strided(shape, stride, dtype=dtype, device=memory.device)
     if dtype.is_complex:
@@ -300,6 +305,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.device != b.device:
+        a, b = a.to(CPU), b.to(CPU)
     if torch.equal(a, b):  # -0.0 equals 0.0, and is another number in a division
         return not a.is_floating_point() or torch.equal(torch.signbit(a), torch.signbit(b))
     if not a.is_floating_point() or not bool(torch.isnan(a).any()):

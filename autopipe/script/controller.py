@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,10 @@ from autopipe.script.places import Places, files_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.settings import Regions, autocast_now, settings_now
-from autopipe.script.state import remote
+from autopipe.script.state import parking, remote
 from autopipe.script.state.gradients import Gradients
 from autopipe.script.state.remote import plain
 from autopipe.script.state.weights import Weights, named_tensors
-
-UNFINISHED = "AUTOPIPE_UNFINISHED"
-"""An environment variable that tests set to run what is refused otherwise, because it is not complete."""
 
 
 class Controller:
@@ -70,11 +66,18 @@ class Controller:
         for rank in range(self.count):
             self.ranks.send(rank, command)
 
-    def ask(self, command: list[Any]) -> list[Any]:
-        """Return every rank's answer to a command."""
+    def scatter(self, command: list[Any], values: dict[str, Any]) -> None:
+        """Send a command to every rank, whose last argument are the values of those tensors that the rank has."""
+        assert self.ranks is not None
+        for rank in range(self.count):
+            own = {name: value for name, value in values.items() if name in self._sent[rank]}
+            self.ranks.send(rank, [*command, own])
+
+    def ask(self, command: list[Any], *, parks: bool = True) -> list[Any]:
+        """Return every rank's answer to a command, with its tensors parked or on the device."""
         self.send(command)
         assert self.ranks is not None
-        return [self.ranks.receive(rank) for rank in range(self.count)]
+        return [self.ranks.receive(rank, parks=parks) for rank in range(self.count)]
 
     def new_key(self) -> int:
         """Return the number of a new value of the last rank."""
@@ -172,7 +175,7 @@ class Controller:
             states = self.randomness.states_of(program, self.count, self.model, leaves)
         keys = [self.new_key() for output in program.recording.outputs if output.dtype is not None]
         for rank in range(self.count):
-            wanted = {name: leaves[name].detach() for name in self._inputs[program.number][rank]}
+            wanted = {name: leaves[name] for name in self._inputs[program.number][rank]}
             command = ["forward", call, program.number, wanted, states[rank], grad, keys]
             self.ranks.send(rank, command)
         if program.recording.shared:
@@ -245,7 +248,7 @@ class Controller:
     def _start(self, plan: Plan) -> None:
         tensors = named_tensors(self.model)
         for name, tensor in tensors.items():
-            if tensor.device.type != CPU.type and UNFINISHED not in os.environ:
+            if tensor.device.type != CPU.type and not parking.is_allowed():
                 raise refused(f"{name} is on {tensor.device}: only models on the CPU run in stages so far")
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
@@ -254,12 +257,12 @@ class Controller:
         needed = [used[rank] for rank in range(self.count)]
         self.ranks = Ranks(self.places, self.timeout, self.folder, needed, self.device)
         self.weights = Weights(tensors, self.ask, self._write)
-        self.gradients = Gradients(self.ask, self.send)
+        self.gradients = Gradients(self.ask, self.send, self.scatter)
         self._inputs: dict[int, list[tuple[str, ...]]] = {}
 
     def _write(self, changed: dict[str, Tensor]) -> None:
         self.regions.changed()
-        self.send(["write", changed])
+        self.scatter(["write"], changed)
 
     plan: Any = None
 
@@ -270,6 +273,9 @@ class Controller:
             tensor.__class__ = remote.RemoteParameter if isinstance(tensor, nn.Parameter) else remote.RemoteBuffer
             if given is not None:
                 self.gradients.set(self.weights.names[id(tensor)], given)
+        if self.device != CPU:
+            self.weights.park()
+            parking.defer_moves()
 
     def _own(self, plan: Any) -> None:
         for stage in plan.stages:
@@ -299,7 +305,7 @@ class Controller:
             self._sent[rank].update(new)
             tensors = self.weights.tensors
             form["tensors"] = {
-                name: (tensors[name].detach(), isinstance(tensors[name], nn.Parameter), tensors[name].requires_grad)
+                name: (tensors[name], isinstance(tensors[name], nn.Parameter), tensors[name].requires_grad)
                 for name in new
             }
             form["owned"] = [name for name in reads if self._owned[name] == rank]

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from autopipe.script.codec import UnsendableError, Value
 from autopipe.script.devices import generators, moved, parsed
 from autopipe.script.refusals import refused
-from autopipe.script.state.remote import METADATA, METADATA_CALLS, is_remote, tracked
+from autopipe.script.state.parked import METADATA, METADATA_CALLS, fake_like, is_parked, plain_of
+from autopipe.script.state.remote import is_remote, tracked
 from autopipe.trace.record.targets import property_name, written
 from autopipe.trace.record.values import RandomCount
 
@@ -186,6 +187,8 @@ def _faked(controller: Controller, value: Any, grad: bool) -> Any:
         if value.lz_needs and grad:
             fake.requires_grad_()
         return fake
+    if is_parked(value):
+        return fake_like(value)
     if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
         return controller.fakes.from_tensor(value.detach(), static_shapes=True)
     return value
@@ -313,10 +316,7 @@ def _changed(
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            return value.detach()
-    return value
+    return plain_of(value) if isinstance(value, Tensor) and not is_parked(value) else value
 
 
 def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:

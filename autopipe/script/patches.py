@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
-from autopipe.script import lazy
+from autopipe.script import lazy, wrappers
 from autopipe.script.batches.parts import Parts
 from autopipe.script.check.reference import Reference
 from autopipe.script.check.second import Second
@@ -25,8 +25,9 @@ from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
 from autopipe.script.places import Places
 from autopipe.script.refusals import RefusedError, refused
-from autopipe.script.state import remote, scaler
+from autopipe.script.state import parked, parking, remote, scaler
 from autopipe.script.state.optimizers import Copies, check, modules_of
+from autopipe.script.state.parked import ParkedParameter, ParkedTensor
 from autopipe.script.state.remote import busy, is_remote
 from autopipe.script.state.weights import named_tensors
 from autopipe.script.together import explain
@@ -57,6 +58,7 @@ class Patches:
         self._bypasses()
         self._refusals()
         scaler.install()
+        parking.install()
         _show_one_device()
 
     # --- the call of a model ------------------------------------------------------------------------------------------
@@ -68,6 +70,8 @@ class Patches:
             if busy() or tracing():
                 return _CALL(module, *args, **kwargs)
             is_outermost = self.choice.enter(module)
+            if is_outermost:
+                self._move(module)
             try:
                 return self._called(module, args, kwargs)
             except RefusedError as error:
@@ -78,6 +82,14 @@ class Patches:
                 self.choice.leave()
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    def _move(self, module: nn.Module) -> None:
+        """Move a model to the GPU that will not be in stages. One that an optimizer trains may be larger than it."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(type(tensor) in (ParkedParameter, ParkedTensor) for tensor in tensors) and (
+            self.second is not None or remote.controller is not None or not self.choice.has_optimizer(module)
+        ):
+            parked.unpark_all(tensors)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.second is not None:
@@ -164,6 +176,8 @@ class Patches:
             if self.second is None and self.reference is not None and not busy():
                 self.reference.look_ahead()
             if not on_ranks:
+                for group in optimizer.param_groups:
+                    parked.unpark_all(group["params"])
                 result = step(optimizer, *given, *args, **kwargs)
                 if self.second is not None:
                     self.second.stepped(optimizer)
@@ -243,7 +257,7 @@ class Patches:
             original = getattr(place, name)
 
             def read(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if remote.controller is not None and not busy():
+                if not busy():
                     args, kwargs = pytree.tree_map(_current, (args, kwargs))
                 return _original(*args, **kwargs)
 
@@ -266,12 +280,7 @@ class Patches:
                 remote.controller.regions.end()
 
         torch.clear_autocast_cache = cleared
-        parallel: Any = nn.parallel.DistributedDataParallel
-
-        def distributed(*args: Any, **kwargs: Any) -> None:
-            raise refused("DistributedDataParallel: the script is one process of several", "start it as one process")
-
-        parallel.__init__ = distributed
+        wrappers.install()
 
 
 def _show_one_device() -> None:
@@ -292,7 +301,7 @@ def _current(value: Any) -> Any:
     if is_remote(value):
         assert remote.controller is not None
         remote.controller.weights.touch([remote.controller.weights.names[id(value)]])
-    return value
+    return parked.shown(value) if parked.is_parked(value) else value
 
 
 def _zero(parameters: list[Any], to_none: bool) -> None:
@@ -322,7 +331,7 @@ def _clip(
         return torch.tensor(0.0)
     together = foreach is None or bool(foreach)
     norms: dict[str, Tensor] = {}
-    for answer in controller.ask(["norms", names, order, together]):
+    for answer in controller.ask(["norms", names, order, together], parks=False):
         norms.update(answer)
     given = [norms[name] for name in names if name in norms]
     if not given:

@@ -174,11 +174,11 @@ class Ranks:
         except GoneError:
             raise self._gone(rank) from None
 
-    def receive(self, rank: int) -> Any:
-        """Return the next answer of a rank. Raises: WorkerError."""
+    def receive(self, rank: int, *, parks: bool = False) -> Any:
+        """Return the next answer of a rank, with its tensors parked or on the device. Raises: WorkerError."""
         self._waiting_since, self._waited = time.monotonic(), rank
         try:
-            message = self.wires[rank].receive()
+            message = self.wires[rank].receive(parks=parks)
         except GoneError:
             raise self._gone(rank) from None
         finally:

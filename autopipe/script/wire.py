@@ -62,9 +62,12 @@ class Wire:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting == 0 or self._broken)
 
-    def receive(self) -> Any:
-        """Return the next message. Raises: GoneError if the other end is gone, and what ``alive`` raises."""
-        return decoded(self._read, self.device)
+    def receive(self, *, parks: bool = False) -> Any:
+        """Return the next message. Raises: GoneError if the other end is gone, and what ``alive`` raises.
+
+        ``parks``: whether tensors on the device are parked (``state.parked``).
+        """
+        return decoded(self._read, self.device, parks=parks)
 
     def ready(self) -> bool:
         """Return whether a message has begun to arrive."""

@@ -11,12 +11,17 @@ from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 from support.simulated.library import environment, needed
 from support.slow import mostly_slow
 
-UNFINISHED = "AUTOPIPE_UNFINISHED"
+ALLOWED = {"AUTOPIPE_UNFINISHED": "1"}
 MODES = (
     *("plain", "noise", "autocast", "autocast scaler", "fused scaler", "fused infinite scaler", "infinite scaler"),
     *("clipping", "clipping scaler", "evaluation", "dropout", "drawn from outputs", "moved"),
 )
 CASES = {**{mode: ("gpu/classes.py", (mode,)) for mode in MODES}, "images": ("gpu/images_on_a_gpu.py", ())}
+PLACES = (
+    *("optimizer first", "inside of a device", "empty", "empty on the host", "initialized there", "back and forth"),
+    *("copied", "loaded", "loaded by assignment", "frozen", "trained by hand first", "of two", "numbers of the host"),
+    "alias",
+)
 SOONER = {
     *((name, 2) for name in ("autocast scaler", "drawn from outputs", "moved", "images")),
     ("dropout", 3),
@@ -33,7 +38,7 @@ def pair(
     needed()
     one = environment(SIMULATED_DEVICES="1", **variables)
     plain = by_python(script, *words, folder=folder / "plain", new=new, environment=one)
-    several = environment(**{UNFINISHED: "1", **variables})
+    several = environment(**ALLOWED, **variables)
     return plain, in_stages(script, *words, folder=folder / "staged", stages=stages, environment=several)
 
 
@@ -108,7 +113,7 @@ def test_what_is_refused_on_a_gpu_names_its_line_and_changes_nothing(tmp_path: P
     needed()
     script = on_gpu(tmp_path) / "ways/refused_ways.py"
     plain = by_python(script, "--plain", folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
-    staged = in_stages(script, folder=tmp_path, environment=environment(**{UNFINISHED: "1"}))
+    staged = in_stages(script, folder=tmp_path, environment=environment(**ALLOWED))
     assert staged.output == plain.output
     kinds = [line.rpartition(": ")[2] for line in staged.errors.splitlines() if line.count(": ") == 1]
     assert kinds.count("refused") >= 30
@@ -117,11 +122,47 @@ def test_what_is_refused_on_a_gpu_names_its_line_and_changes_nothing(tmp_path: P
 
 def test_gpus_that_draw_other_numbers_are_refused(tmp_path: Path) -> None:
     needed()
-    several = environment(**{UNFINISHED: "1"}, SIMULATED_MULTIPROCESSORS="132,2")
+    several = environment(**ALLOWED, SIMULATED_MULTIPROCESSORS="132,2")
     staged = in_stages(SCRIPTS / "gpu/classes.py", "dropout", folder=tmp_path, environment=several)
     assert staged.code == 1
     assert "the model draws random numbers, which differ on rank 1: " in staged.errors
     assert staged.output == ""
+
+
+@pytest.mark.parametrize("place", mostly_slow(PLACES, {"empty", "initialized there", "back and forth", "alias"}))
+def test_a_model_comes_to_the_gpu_in_any_way(place: str, tmp_path: Path) -> None:
+    plain, staged = pair(SCRIPTS / "gpu/placed.py", place, folder=tmp_path, new=True)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+    assert same_files(tmp_path)
+
+
+LIMIT = 3_660_000
+"""Bytes: two thirds of what one process needs for the script."""
+
+
+def test_a_model_larger_than_a_gpu_trains_on_two(tmp_path: Path) -> None:
+    script = SCRIPTS / "gpu/larger_than_a_gpu.py"
+    plain, staged = pair(script, folder=tmp_path, new=True, SIMULATED_LIMIT=str(LIMIT))
+    assert plain.code != 0
+    assert "OutOfMemoryError" in plain.errors
+    assert staged.code == 0, staged.errors
+    whole = by_python(script, folder=tmp_path / "plain", new=True, environment=environment(SIMULATED_DEVICES="1"))
+    *lines, peak = whole.output.splitlines()
+    assert int(peak.removeprefix("peak ")) >= 1.5 * LIMIT
+    assert staged.output.splitlines() == [*lines, "memory 0"]
+    assert same_files(tmp_path)
+
+
+@pytest.mark.parametrize("what", mostly_slow(["wrapped", "wrapped, moved", "distributed, moved"], {"wrapped, moved"}))
+def test_a_wrapper_for_one_gpu_only_calls_its_model(what: str, tmp_path: Path) -> None:
+    needed()
+    one = environment(SIMULATED_DEVICES="1")  # where a wrapper asks for collectives, which do not exist
+    plain = by_python(SCRIPTS / "wrapped.py", "alone", "cuda", folder=tmp_path, environment=one)
+    staged = in_stages(SCRIPTS / "wrapped.py", what, "cuda", folder=tmp_path, environment=environment(**ALLOWED))
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
 
 
 DAMAGES = {
@@ -130,6 +171,12 @@ DAMAGES = {
     "generator_does_not_advance": "dropout",
     "rank_stays_on_host": "plain",
     "place_is_lost": "plain",
+    "model_is_not_parked": "larger",
+    "alias_is_lost": "initialized there",
+}
+WITH = {
+    "larger": ("gpu/larger_than_a_gpu.py", {"SIMULATED_LIMIT": str(LIMIT)}),
+    "initialized there": ("gpu/placed.py", {}),
 }
 
 
@@ -137,10 +184,11 @@ DAMAGES = {
 def test_without_one_of_the_parts_the_numbers_differ_or_the_run_fails(damage: str, tmp_path: Path) -> None:
     needed()
     (tmp_path / "marks").mkdir()
-    variables = {VARIABLE: damage, MARKS: str(tmp_path / "marks"), UNFINISHED: "1"}
-    script, words = SCRIPTS / "gpu/classes.py", DAMAGES[damage]
-    plain = by_python(script, words, folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
-    staged = in_stages(script, words, folder=tmp_path, environment=environment(**variables))
+    words = DAMAGES[damage]
+    name, more = WITH.get(words, ("gpu/classes.py", {}))
+    variables = {VARIABLE: damage, MARKS: str(tmp_path / "marks"), **ALLOWED, **more}
+    plain = by_python(SCRIPTS / name, words, folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
+    staged = in_stages(SCRIPTS / name, words, folder=tmp_path, environment=environment(**variables))
     assert (tmp_path / "marks" / damage).exists()
     assert staged.code != 0 or staged.output != plain.output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,25 @@ def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
     return stack
 
 
+@contextlib.contextmanager
+def _unrecognized(device: torch.device) -> Iterator[None]:
+    """Hide from libraries that a call is recorded: Hugging Face's models choose attention with a mask then.
+
+    Without one, a GPU uses another kernel, which rounds and draws in another way. On the CPU both give the same.
+    """
+    answers = {"is_compiling": lambda: False, "is_exporting": lambda: False}
+    hidden: list[tuple[Any, dict[str, Any]]] = [
+        (torch.compiler, answers),
+        (torch._subclasses, {"FakeTensor": type("FakeTensor", (), {})}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, values in hidden if device != CPU else ():
+            before = {name: getattr(place, name) for name in values}
+            stack.callback(vars(place).update, before)
+            vars(place).update(values)
+        yield
+
+
 def record(
     model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None = None, device: torch.device = CPU
 ) -> Recording:
@@ -140,7 +159,7 @@ def _recorded(
         again, keywords = pytree.tree_unflatten(now, form)
         effects, accesses = Effects(model, settled=settled), Accesses(model)
         # the recorder sees only autocast regions that begin while it listens
-        with entered(autocast_now()), silent(), accesses.observed():
+        with entered(autocast_now()), silent(), accesses.observed(), _unrecognized(device):
             output = model(*again, **keywords)
         effects.after(recorder, accesses)
         results["effects"], results["calls"] = effects, computation(recorder)

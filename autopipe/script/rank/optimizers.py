@@ -29,6 +29,10 @@ class RankOptimizers:
         optimizer.__setstate__({"defaults": defaults, "state": states, "param_groups": own})
         self.optimizers[number] = optimizer
 
+    def forget(self, number: int) -> None:
+        """Drop an optimizer and its state."""
+        del self.optimizers[number]
+
     def _parameter(self, name: str) -> Tensor:
         if name in self.stages.owned:
             return self.stages.tensors[name]

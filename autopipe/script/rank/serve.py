@@ -215,6 +215,10 @@ class Rank:
         """Make a copy of an optimizer of the script."""
         self.optimizers.make(number, kind, defaults, groups, state)
 
+    def forget_optimizer(self, number: int) -> None:
+        """Drop a copy of an optimizer."""
+        self.optimizers.forget(number)
+
     def step(self, number: int, groups: Any, scaling: dict[str, Any]) -> None:
         """Step with the options of the groups at this moment, and send tied parameters to their copies.
 

@@ -13,16 +13,21 @@ from typing import Any
 from torch import Tensor
 
 from autopipe.script.codec import same_bytes
-from autopipe.script.state.weights import storage_uses
+from autopipe.script.state.parked import on_host, plain_of, storage_uses
 
 _OWN_REFERENCES = 3  # the dictionary, the variable of the loop, and the argument of getrefcount
 
 
 class Gradients:
-    """The gradients by name of the parameter. ``ask`` and ``send`` reach all ranks."""
+    """The gradients by name of the parameter. ``ask``, ``send`` and ``scatter`` reach all ranks."""
 
-    def __init__(self, ask: Callable[[list[Any]], list[Any]], send: Callable[[list[Any]], None]) -> None:
-        self._ask, self._send = ask, send
+    def __init__(
+        self,
+        ask: Callable[[list[Any]], list[Any]],
+        send: Callable[[list[Any]], None],
+        scatter: Callable[[list[Any], dict[str, Any]], None],
+    ) -> None:
+        self._ask, self._send, self._scatter = ask, send, scatter
         self.any = False  # whether a rank may have a gradient
         self._known = False  # whether ``seen`` is complete
         self.seen: dict[str, Tensor | None] = {}
@@ -44,10 +49,10 @@ class Gradients:
             for name, value in answer.items():
                 old = self.seen.get(name)
                 if old is not None and value is not None:
-                    old.copy_(value)
+                    plain_of(old).copy_(plain_of(value))
                 else:
                     self.seen[name] = value
-        self._copies = {name: None if value is None else value.clone() for name, value in self.seen.items()}
+        self._copies = {name: None if value is None else on_host(value) for name, value in self.seen.items()}
 
     def set(self, name: str, value: Tensor | None) -> None:
         """Replace the gradient of a parameter."""
@@ -60,8 +65,8 @@ class Gradients:
         if self.any and not self._known:
             self._fetch()
         self.any = self._known = True
-        self.seen[name], self._copies[name] = value, value.detach().clone()
-        self._send(["write_gradients", {name: value.detach()}])
+        self.seen[name], self._copies[name] = value, on_host(value)
+        self._scatter(["write_gradients"], {name: value})
 
     def zero(self, names: Sequence[str] | None, to_none: bool) -> None:
         """Drop gradients, or set them to zero; None for all parameters."""
@@ -77,8 +82,8 @@ class Gradients:
                 else:
                     self.seen.pop(name, None)
             elif known is not None:
-                known.zero_()
-                self._copies[name] = known.clone()
+                plain_of(known).zero_()
+                self._copies[name] = on_host(known)
         if names is None and to_none:
             self.any, self._known = False, False
             self.seen, self._copies = {}, {}
@@ -88,11 +93,11 @@ class Gradients:
         changed: dict[str, Tensor] = {}
         for name, value in self.seen.items():
             copy = self._copies.get(name)
-            if value is not None and (copy is None or not same_bytes(value, copy)):
-                changed[name] = value.detach()
-                self._copies[name] = value.detach().clone()
+            if value is not None and (copy is None or not same_bytes(plain_of(value), copy)):
+                changed[name] = value
+                self._copies[name] = on_host(value)
         if changed:
-            self._send(["write_gradients", changed])
+            self._scatter(["write_gradients"], changed)
 
     def moved(self) -> None:
         """Note that a backward, or a scaling, has changed the gradients on the ranks."""

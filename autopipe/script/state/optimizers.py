@@ -85,6 +85,8 @@ class Copies:
         if optimizer not in self._numbers:
             self._next += 1
             self._numbers[optimizer] = self._next
+        else:
+            controller.send(["forget_optimizer", self._numbers[optimizer]])  # its state, before another one arrives
         number = self._numbers[optimizer]
         self._groups[optimizer] = structure
         names = controller.weights.names
@@ -96,7 +98,7 @@ class Copies:
         by_name = {names[id(p)]: state for p, state in values.items()}
         defaults = {key: _sent(value) for key, value in optimizer.defaults.items()}
         try:
-            controller.send(["optimizer", number, kind, defaults, groups, by_name])
+            controller.scatter(["optimizer", number, kind, defaults, groups], by_name)
         except UnsendableError as error:
             raise refused(f"optimizer {kind.__name__} has {error}") from None
 
@@ -106,7 +108,7 @@ class Copies:
                 merged.update(answer)
             return {name: merged[name] for name in parameters if name in merged}
 
-        optimizer.state = States(parameters, values, read, lambda c: controller.send(["write_states", number, c]))
+        optimizer.state = States(parameters, values, read, lambda c: controller.scatter(["write_states", number], c))
 
 
 def _sent(value: Any) -> Any:

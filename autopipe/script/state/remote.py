@@ -15,23 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.script.refusals import from_a_library, refused
+from autopipe.script.state import parked
+from autopipe.script.state.parked import METADATA, METADATA_CALLS, ParkedParameter, ParkedTensor, is_parked
 from autopipe.trace.record.targets import property_name
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
 
-METADATA = {
-    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "names",
-    "is_sparse", "is_sparse_csr", "is_meta", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_quantized", "is_nested",
-    "is_cpu", "is_ipu", "is_hpu", "is_maia", "is_mtia", "is_vulkan", "output_nr", "retains_grad", "itemsize", "nbytes",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
-}  # fmt: skip
-METADATA_CALLS = {
-    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement", "ndimension",
-    "__hash__", "is_contiguous", "get_device", "is_same_size", "storage_offset", "has_names", "is_signed", "__len__",
-    "is_inference", "is_conj", "is_neg", "dim_order", "is_tensor", "is_shared", "is_pinned", "is_coalesced",
-    "is_set_to",
-}  # fmt: skip
 _REFUSED = {
     "register_hook": "a hook on a parameter would not run on its rank",
     "register_post_accumulate_grad_hook": "a hook on a parameter would not run on its rank",
@@ -52,17 +42,19 @@ def busy() -> bool:
 
 @contextlib.contextmanager
 def plain(tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Make the tensors of the model ordinary ones inside, for autopipe's own use."""
+    """Make the tensors of the model ordinary ones inside, for autopipe's own use. Parked ones remain parked."""
     _own_use.append(None)
     kinds = {name: tensor.__class__ for name, tensor in tensors.items()}
     for tensor in tensors.values():
-        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+        both = (ParkedParameter, ParkedTensor) if is_parked(tensor) else (nn.Parameter, Tensor)
+        tensor.__class__ = both[not isinstance(tensor, nn.Parameter)]
     try:
         yield
     finally:
         _own_use.pop()
         for name, tensor in tensors.items():
-            tensor.__class__ = kinds[name]
+            if kinds[name] not in (ParkedParameter, ParkedTensor) or is_parked(tensor):  # else it was moved
+                tensor.__class__ = kinds[name]
 
 
 def is_remote(value: Any) -> bool:
@@ -87,8 +79,11 @@ class _Intercepted:
 
     _ordinary: type[Tensor] = Tensor
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _as_ordinary(self, "__deepcopy__", memo)
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        if not is_parked(self):
+            return _as_ordinary(self, "__deepcopy__", memo)
+        _bring(self, "__deepcopy__")
+        return parked.copied(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_ordinary(self, "__reduce_ex__", protocol)
@@ -105,11 +100,11 @@ class _Intercepted:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if busy() or controller is None:
-                return func(*args, **kwargs)
+                return parked.called(func, args, kwargs)
             name = getattr(func, "__name__", "")
             prop = property_name(func) if name in ("__get__", "__set__", "__delete__") else ""
             if prop in METADATA or name in METADATA_CALLS:
-                return func(*args, **kwargs)
+                return parked.called(func, args, kwargs)
             if prop in ("grad", "_grad") and is_remote(args[0]):
                 return _gradient(args[0], name, args[1:])
             if name in _REFUSED:
@@ -140,33 +135,45 @@ def _gradient(parameter: Tensor, name: str, values: tuple[Any, ...]) -> Any:
 def _accessed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     assert controller is not None
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_remote(leaf)]
-    names = [controller.weights.names[id(leaf)] for leaf in leaves if id(leaf) in controller.weights.names]
     controller.note_read(name)
-    controller.weights.touch(names)
+    controller.weights.touch(controller.weights.names_of(leaf for leaf in leaves if not is_parked(leaf)))
     if name == "grad" and getattr(func, "__module__", "").startswith("torch.autograd"):
         raise refused("torch.autograd.grad of a parameter of the model")
     if not torch.is_grad_enabled() or name in ("__get__", "__set__") or not any(leaf.requires_grad for leaf in leaves):
-        return func(*args, **kwargs)
+        return parked.called(func, args, kwargs)
     stand_ins: dict[int, Tensor] = {}
 
     def stand_in(value: Any) -> Any:
-        if not is_remote(value) or not value.requires_grad:
+        if not is_remote(value) or not value.requires_grad or is_parked(value):
             return value
         if id(value) not in stand_ins:
-            stand_ins[id(value)] = tracked(value, "a loss that has a parameter of the model in it")
+            stand_ins[id(value)] = _leaf_of(value)
         return stand_ins[id(value)]
 
     again, keywords = pytree.tree_map(stand_in, (args, kwargs))
-    result = func(*again, **keywords)
+    result = parked.called(func, again, keywords, _leaf_of)
     origins = {id(leaf): value for value in leaves for leaf in [stand_ins.get(id(value))] if leaf is not None}
     return pytree.tree_map(lambda value: origins.get(id(value), value), result)
 
 
-def _as_ordinary(tensor: Any, method: str, *args: Any) -> Any:
-    """Call a method of the ordinary class on an up-to-date tensor."""
+def _leaf_of(value: Tensor) -> Tensor:
+    return tracked(value, "a loss that has a parameter of the model in it")
+
+
+def _bring(tensor: Any, method: str) -> None:
+    """Bring the newest value of a tensor."""
     if controller is not None and not busy() and id(tensor) in controller.weights.names:
         controller.note_read(method)
-        controller.weights.touch([controller.weights.names[id(tensor)]])
+        controller.weights.touch(() if is_parked(tensor) else controller.weights.names_of([tensor]))
+
+
+def _as_ordinary(tensor: Any, method: str, *args: Any) -> Any:
+    """Call a method of the ordinary class on an up-to-date tensor."""
+    _bring(tensor, method)
+    if is_parked(tensor):
+        if method == "__reduce_ex__":
+            return parked.reduced(tensor, *args)
+        return getattr(parked.shown(tensor), method)(*args)
     remote = tensor.__class__
     tensor.__class__ = remote._ordinary
     try:
@@ -183,3 +190,12 @@ class RemoteParameter(_Intercepted, nn.Parameter):  # type: ignore[misc]  # both
 
 class RemoteBuffer(_Intercepted, Tensor):  # type: ignore[misc]  # both classes may be copied
     """A buffer of the model while it runs in stages."""
+
+
+def _note_write(tensor: Tensor) -> None:
+    """Keep the value of a remote tensor before something changes it."""
+    if controller is not None and not busy():
+        controller.weights.touch(controller.weights.names_of([tensor]))
+
+
+parked.before_write.append(_note_write)

@@ -37,7 +37,7 @@ def _on_ranks(
     if not allow_fp16 and any(parameter.dtype is torch.float16 for parameter in parameters):
         raise ValueError("Attempting to unscale FP16 gradients.")
     names = [controller.weights.names[id(parameter)] for parameter in parameters]
-    answers = [answer for answer in controller.ask(["unscale", names, inv_scale]) if answer is not None]
+    answers = [answer for answer in controller.ask(["unscale", names, inv_scale], parks=False) if answer is not None]
     if not answers:
         return {}
     controller.gradients.moved()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from autopipe.script.codec import same_bytes
-from autopipe.script.state.weights import storage_uses
+from autopipe.script.state.parked import on_host, plain_of, storage_uses
 
 _OWN_REFERENCES = 3  # the dictionary, the variable of the loop, and the argument of getrefcount
 
@@ -83,7 +83,7 @@ class States(defaultdict[Any, Any]):
                 for key, value in state.items():
                     kept = old.get(key)
                     if isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.shape == value.shape:
-                        kept.copy_(value)
+                        plain_of(kept).copy_(plain_of(value))
                     else:
                         old[key] = value
                 for key in [key for key in old if key not in state]:
@@ -96,7 +96,7 @@ class States(defaultdict[Any, Any]):
 
     def _copy(self) -> None:
         self._copies = {
-            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+            name: {key: on_host(value) if isinstance(value, Tensor) else value for key, value in state.items()}
             for name, state in self.by_name().items()
         }
 
@@ -117,7 +117,7 @@ class States(defaultdict[Any, Any]):
 
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return not same_bytes(a, b)
+        return not same_bytes(plain_of(a), plain_of(b))
     return type(a) is not type(b) or bool(a != b)
 
 

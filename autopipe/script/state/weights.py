@@ -4,6 +4,9 @@ A read brings them here first, into the same memory. What was read may be writte
 numpy, an operator of C++. So no write is observed. Instead, a tensor that was read is compared with a copy before the
 next command that depends on the weights, and sent back if it differs. A tensor of which an alias is alive (the count
 of references to its storage says so) is read again after every step, and compared before every forward.
+
+Copies are on the host. Tensors of a model on a GPU are parked (``parked``). One that moved to the GPU, because of what
+the script did with it, is parked again with its copy, once it has no alias.
 """
 
 from __future__ import annotations
@@ -11,19 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopipe.script.codec import same_bytes
+from autopipe.script.devices import CPU
 from autopipe.script.refusals import refused
+from autopipe.script.state.parked import is_parked, on_host, park, plain_of, storage_uses
 from autopipe.strides import extent
-
-
-def storage_uses(tensor: Tensor) -> int:
-    """Return how many tensors and storages refer to the memory of a tensor; 1 if only it does."""
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = tensor.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without this object
 
 
 class Weights:
@@ -59,15 +56,15 @@ class Weights:
             self.gather()
         for name in names:
             if name not in self.copies:
-                self.copies[name] = self._plain(name).clone()
+                self.copies[name] = on_host(self.tensors[name])
 
     def gather(self) -> None:
         """Bring all values that the ranks have into the memory that the script knows."""
         self.gathers += 1
         self.stale = False
         for answer in self._ask(["gather"]):
-            for name, value in answer.items():
-                tensor = self._plain(name)
+            for name, arrived in answer.items():
+                tensor, value = self._plain(name), plain_of(arrived)
                 if not same_bytes(tensor, value):
                     tensor.copy_(value)
                 if name in self.copies:
@@ -96,7 +93,28 @@ class Weights:
         if changed:
             self._write(changed)
         for name in [name for name in self.copies if not self.aliased(name)]:
-            del self.copies[name]
+            self._drop(name)
+
+    def park(self) -> None:
+        """Take the tensors off the GPU, except those of which an alias is alive."""
+        for name, tensor in self.tensors.items():
+            if tensor.device != CPU and not is_parked(tensor) and not self.aliased(name):
+                self._park(name, on_host(tensor))
+
+    def _park(self, name: str, host: Tensor) -> None:
+        tensor = self.tensors[name]
+        park(tensor, host, tensor.device)
+        self._places[name] = plain_of(tensor).data_ptr()
+
+    def _drop(self, name: str) -> None:
+        """Drop the copy of a tensor that has no alias, or give it the tensor as its memory."""
+        copy, tensor = self.copies.pop(name), self.tensors[name]
+        if tensor.device != CPU and not is_parked(tensor):
+            self._park(name, copy)
+
+    def names_of(self, tensors: Iterable[Tensor]) -> list[str]:
+        """Return the names of those tensors that are of the model."""
+        return [self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names]
 
     def moved(self, names: Iterable[str] | None = None) -> None:
         """Note that the ranks have newer values: of ``names``, or of all tensors."""
@@ -108,7 +126,7 @@ class Weights:
         # no alias is left: the copies would be compared with values that are out of date
         for name in list(self.copies):
             if names is None or name in set(names):
-                del self.copies[name]
+                self._drop(name)
 
     def _check_places(self, names: Iterable[str]) -> None:
         """Refuse parameters in the memory of other tensors, as after ``a.data = b.data``: a step would change both."""
@@ -126,8 +144,7 @@ class Weights:
             last = name
 
     def _plain(self, name: str) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.tensors[name].detach()
+        return plain_of(self.tensors[name])
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

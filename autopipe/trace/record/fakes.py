@@ -10,12 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+PARKED = "autopipe_parked"
+"""An attribute of a tensor whose memory is on the host and stands for memory on a GPU, which it has as ``device``."""
+
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake of a tensor, of the same static shape. Fakes of tensors that share memory share memory.
 
     Call it outside of ``mode``.
     """
+    if PARKED in vars(tensor):
+        with mode, torch._C.DisableTorchFunctionSubclass():
+            device = vars(tensor)[PARKED].device
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True
+        return fake
     if not _ordinary(tensor):
         return mode.from_tensor(tensor, static_shapes=True)
     converter = mode.fake_tensor_converter

@@ -27,6 +27,7 @@ CASES = {
     "packed sequences": ("packed.py", (), "packed.pt"),
     "attributes": ("attributes.py", (), "attributes.pt"),
     "tied": ("tied.py", (), "tied.pt"),
+    "distributed": ("wrapped.py", ("distributed", "cpu"), ""),
     "unfreezing": ("unfreezing.py", (), "unfreezing.pt"),
     "vision": ("vision.py", (), "vision_2.pt"),
     "scaler": ("vision.py", ("--amp", "--scaler", "--clip-grad-norm", "1.0"), "vision_2.pt"),

@@ -61,3 +61,25 @@ def generator_does_not_advance(advanced: Callable[..., Any], ran: Ran) -> Callab
         return advanced(state, 0)
 
     return damaged
+
+
+@damages("script.state.parked", "park")
+def model_is_not_parked(park: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Let a model be on the GPU of the script."""
+
+    def damaged(tensor: Any, host: Any, device: Any, **_: Any) -> None:
+        ran()
+        tensor.data = host.to(device)
+
+    return damaged
+
+
+@damages("script.state.parked", "storage_uses")
+def alias_is_lost(storage_uses: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Drop the copy of a parameter while a view of it is alive."""
+
+    def damaged(tensor: Any) -> int:
+        ran()
+        return 1
+
+    return damaged

@@ -196,10 +196,6 @@ def compiled():
     torch.compile(model)
 
 
-def distributed():
-    nn.parallel.DistributedDataParallel(model)
-
-
 def gradient_of_output():
     model(data).retain_grad()
 
