@@ -248,8 +248,6 @@ class Controller:
     def _start(self, plan: Plan) -> None:
         tensors = named_tensors(self.model)
         for name, tensor in tensors.items():
-            if tensor.device.type != CPU.type and not parking.is_allowed():
-                raise refused(f"{name} is on {tensor.device}: only models on the CPU run in stages so far")
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")

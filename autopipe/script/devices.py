@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.errors import RunError
+from autopipe.launch.rank.devices import take_gpu
 from autopipe.script.refusals import refused
 
 CPU = torch.device("cpu")
@@ -25,30 +25,23 @@ def device_of(model: nn.Module) -> torch.device:
     names: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(parameter.device, name)
+    for device, name in names.items():
+        if device.type not in (CPU.type, "cuda"):
+            raise refused(f"{name} is on {device}: models run in stages on CPUs and on CUDA's GPUs")
     if len(names) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in names.items())
         raise refused(f"the parameters of the model are on several devices: {places}", "all of them on one")
     return next(iter(names), CPU)
 
 
-def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank, and make it the current one. ``kind``: "cpu" or the type of a GPU's device.
+def device_of_rank(kind: str, rank: int, local_rank: int) -> torch.device:
+    """Return the device of a rank, and make it the current one. ``kind``: "cpu" or "cuda".
 
-    ``local_rank``: among the ranks of its host, which take the devices in turn.
+    ``local_rank``: among the ranks of its host, which take the GPUs in turn.
 
-    Raises: RunError if this host has no device of the kind.
+    Raises: RunError if this host has no GPU, or CUDA cannot start on it.
     """
-    if kind == CPU.type:
-        return CPU
-    module: Any = torch.get_device_module(kind)
-    count = int(module.device_count())
-    if not count:
-        raise RunError(
-            f"the model is on {kind}, and this host has no such device",
-            remedy="check CUDA_VISIBLE_DEVICES and autopipe doctor on that host",
-        )
-    module.set_device(local_rank % count)
-    return torch.device(kind, local_rank % count)
+    return CPU if kind == CPU.type else torch.device(kind, take_gpu(rank, local_rank))
 
 
 def kind_of(device: torch.device) -> list[Any]:

@@ -11,7 +11,6 @@ from support.script_runs import SCRIPTS, Ended, by_python, in_stages
 from support.simulated.library import environment, needed
 from support.slow import mostly_slow
 
-ALLOWED = {"AUTOPIPE_UNFINISHED": "1"}
 MODES = (
     *("plain", "noise", "autocast", "autocast scaler", "fused scaler", "fused infinite scaler", "infinite scaler"),
     *("clipping", "clipping scaler", "evaluation", "dropout", "drawn from outputs", "moved"),
@@ -38,7 +37,7 @@ def pair(
     needed()
     one = environment(SIMULATED_DEVICES="1", **variables)
     plain = by_python(script, *words, folder=folder / "plain", new=new, environment=one)
-    several = environment(**ALLOWED, **variables)
+    several = environment(**variables)
     return plain, in_stages(script, *words, folder=folder / "staged", stages=stages, environment=several)
 
 
@@ -113,7 +112,7 @@ def test_what_is_refused_on_a_gpu_names_its_line_and_changes_nothing(tmp_path: P
     needed()
     script = on_gpu(tmp_path) / "ways/refused_ways.py"
     plain = by_python(script, "--plain", folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
-    staged = in_stages(script, folder=tmp_path, environment=environment(**ALLOWED))
+    staged = in_stages(script, folder=tmp_path, environment=environment())
     assert staged.output == plain.output
     kinds = [line.rpartition(": ")[2] for line in staged.errors.splitlines() if line.count(": ") == 1]
     assert kinds.count("refused") >= 30
@@ -122,7 +121,7 @@ def test_what_is_refused_on_a_gpu_names_its_line_and_changes_nothing(tmp_path: P
 
 def test_gpus_that_draw_other_numbers_are_refused(tmp_path: Path) -> None:
     needed()
-    several = environment(**ALLOWED, SIMULATED_MULTIPROCESSORS="132,2")
+    several = environment(SIMULATED_MULTIPROCESSORS="132,2")
     staged = in_stages(SCRIPTS / "gpu/classes.py", "dropout", folder=tmp_path, environment=several)
     assert staged.code == 1
     assert "the model draws random numbers, which differ on rank 1: " in staged.errors
@@ -160,7 +159,7 @@ def test_a_wrapper_for_one_gpu_only_calls_its_model(what: str, tmp_path: Path) -
     needed()
     one = environment(SIMULATED_DEVICES="1")  # where a wrapper asks for collectives, which do not exist
     plain = by_python(SCRIPTS / "wrapped.py", "alone", "cuda", folder=tmp_path, environment=one)
-    staged = in_stages(SCRIPTS / "wrapped.py", what, "cuda", folder=tmp_path, environment=environment(**ALLOWED))
+    staged = in_stages(SCRIPTS / "wrapped.py", what, "cuda", folder=tmp_path, environment=environment())
     assert staged.code == 0, staged.errors
     assert staged.output == plain.output
 
@@ -186,15 +185,8 @@ def test_without_one_of_the_parts_the_numbers_differ_or_the_run_fails(damage: st
     (tmp_path / "marks").mkdir()
     words = DAMAGES[damage]
     name, more = WITH.get(words, ("gpu/classes.py", {}))
-    variables = {VARIABLE: damage, MARKS: str(tmp_path / "marks"), **ALLOWED, **more}
+    variables = {VARIABLE: damage, MARKS: str(tmp_path / "marks"), **more}
     plain = by_python(SCRIPTS / name, words, folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
     staged = in_stages(SCRIPTS / name, words, folder=tmp_path, environment=environment(**variables))
     assert (tmp_path / "marks" / damage).exists()
     assert staged.code != 0 or staged.output != plain.output
-
-
-def test_a_gpu_is_refused_so_far(tmp_path: Path) -> None:
-    needed()
-    staged = in_stages(SCRIPTS / "gpu/classes.py", "plain", folder=tmp_path, environment=environment())
-    assert staged.code == 1
-    assert "only models on the CPU run in stages so far" in staged.errors

@@ -51,6 +51,38 @@ def apply_settings(logs: Path) -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
 
 
+def take_gpu(rank: int, local_rank: int, excluded: Sequence[int] = ()) -> int:
+    """Select the GPU of a rank, and return its index. The ranks of a host take those that are not ``excluded`` in turn.
+
+    Raises: RunError if the host has no such GPU, or CUDA cannot start on it.
+    """
+    usable = usable_gpus(excluded)
+    if not usable:
+        raise RunError(
+            f"rank {rank} has no usable GPU: {counted(torch.cuda.device_count(), 'GPU')} visible, "
+            f"excluded: {list(excluded) or 'none'}",
+            remedy="check CUDA_VISIBLE_DEVICES and autopipe doctor on that host, or train with --device cpu",
+        )
+    index = usable[local_rank % len(usable)]
+    try:
+        torch.cuda.set_device(index)
+    except RuntimeError as error:  # also torch.AcceleratorError
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {rank} cannot start CUDA on GPU {index}: {reason}",
+            where=f"rank {rank}: local rank {local_rank}, GPU {index}",
+            remedy="see nvidia-smi for the processes of that GPU: if there are many, or they use all of its memory, "
+            f"end some of them, or start fewer ranks; more ranks can share a GPU with {SHARED_GPU}=host",
+        ) from error
+    bind_to_device(_pci_address(index))
+    return index
+
+
+def usable_gpus(excluded: Sequence[int]) -> list[int]:
+    """Return the indices of the GPUs that ranks may use."""
+    return [index for index in range(torch.cuda.device_count()) if index not in excluded]
+
+
 def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: Reporter) -> bool:
     """Select this rank's GPU, and return whether the ranks use NCCL. The ranks agree through ``store``.
 
@@ -58,25 +90,7 @@ def choose_gpu(spec: WorkerSpec, excluded: Sequence[int], store: Any, reporter: 
 
     Raises: RunError if ranks share a GPU although each of them could have one, or if CUDA cannot start on it.
     """
-    usable = [index for index in range(torch.cuda.device_count()) if index not in excluded]
-    if not usable:
-        raise RunError(
-            f"rank {spec.rank} has no usable GPU: {counted(torch.cuda.device_count(), 'GPU')} visible, "
-            f"excluded: {list(excluded) or 'none'}",
-            remedy="check CUDA_VISIBLE_DEVICES and autopipe doctor on that host, or train with --device cpu",
-        )
-    index = usable[spec.local_rank % len(usable)]
-    try:
-        torch.cuda.set_device(index)
-    except RuntimeError as error:  # also torch.AcceleratorError
-        reason = str(error).partition("\n")[0]
-        raise RunError(
-            f"rank {spec.rank} cannot start CUDA on GPU {index}: {reason}",
-            where=f"rank {spec.rank}: local rank {spec.local_rank}, GPU {index}",
-            remedy="see nvidia-smi for the processes of that GPU: if there are many, or they use all of its memory, "
-            f"end some of them, or start fewer ranks; more ranks can share a GPU with {SHARED_GPU}=host",
-        ) from error
-    bind_to_device(_pci_address(index))
+    index, usable = take_gpu(spec.rank, spec.local_rank, excluded), usable_gpus(excluded)
     reporter.event("device", index=index, others=len(usable) - 1)
     sharing, shared = agree_on_devices(store, spec.world_size, _identity(index))
     permitted = os.environ.get(SHARED_GPU, "")

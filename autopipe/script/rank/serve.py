@@ -268,7 +268,7 @@ def attend(wire: Wire, rank: int, count: int, folder: Path | None, seconds: floa
             return 0
         more = [entry for entry in settings["path"] if entry not in sys.path and Path(entry).exists()]
         sys.path[:] = settings["path"] if folder is not None else [*sys.path, *more]
-        wire.device = device_of_rank(settings["device"], settings["local_rank"])
+        wire.device = device_of_rank(settings["device"], rank, settings["local_rank"])
         set_all(settings, wire.device)
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
         served = Rank(wire, rank, count, folder, seconds, store)

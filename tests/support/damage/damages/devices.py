@@ -34,9 +34,9 @@ def generator_of_gpu_lost(generators: Callable[..., Any], ran: Ran) -> Callable[
 def rank_stays_on_host(device_of_rank: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Let a rank compute on the host."""
 
-    def damaged(kind: str, local_rank: int) -> Any:
+    def damaged(kind: str, rank: int, local_rank: int) -> Any:
         ran()
-        return device_of_rank("cpu", local_rank)
+        return device_of_rank("cpu", rank, local_rank)
 
     return damaged
 
