@@ -17,21 +17,10 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.devices import CPU
 from autopipe.script.refusals import from_a_library
+from autopipe.script.state.metadata import METADATA, METADATA_CALLS
 from autopipe.trace.record.fakes import PARKED
 from autopipe.trace.record.targets import property_name
 
-METADATA = {
-    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "names",
-    "is_sparse", "is_sparse_csr", "is_meta", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_quantized", "is_nested",
-    "is_cpu", "is_ipu", "is_hpu", "is_maia", "is_mtia", "is_vulkan", "output_nr", "retains_grad", "itemsize", "nbytes",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
-}  # fmt: skip
-METADATA_CALLS = {
-    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement", "ndimension",
-    "__hash__", "is_contiguous", "get_device", "is_same_size", "storage_offset", "has_names", "is_signed", "__len__",
-    "is_inference", "is_conj", "is_neg", "dim_order", "is_tensor", "is_shared", "is_pinned", "is_coalesced",
-    "is_set_to", "_has_compatible_shallow_copy_type",
-}  # fmt: skip
 _KEPT = {"grad", "_grad", "_version", "grad_dtype"}  # further properties that autograd has for the tensor
 _MEMORY = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}
 _MOVES = {"to", "cpu", "cuda"}
@@ -329,6 +318,9 @@ class _Parked:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         return copied(self, memo)
 
+    def __copy__(self: Any) -> Any:
+        return shallow(self)
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return reduced(self, protocol)
 
@@ -355,6 +347,18 @@ def shown(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def shallow(tensor: Tensor) -> Tensor:
+    """Return what ``copy.copy`` gives of a parked tensor: another one in the same memory."""
+    family = family_of(tensor)
+    assert family is not None
+    note_write(family)
+    host = plain_of(tensor)
+    new = nn.Parameter(host, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else host
+    vars(new).update({key: value for key, value in vars(tensor).items() if key != PARKED})
+    _set(new, host, family)
+    return new
 
 
 def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

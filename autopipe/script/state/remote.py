@@ -7,6 +7,7 @@ leads to a leaf of its own: a backward through it is refused, because it would n
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.refusals import from_a_library, refused
 from autopipe.script.state import parked
-from autopipe.script.state.parked import METADATA, METADATA_CALLS, ParkedParameter, ParkedTensor, is_parked
+from autopipe.script.state.metadata import METADATA, METADATA_CALLS
+from autopipe.script.state.parked import ParkedParameter, ParkedTensor, is_parked
 from autopipe.trace.record.targets import property_name
 
 if TYPE_CHECKING:
@@ -84,6 +86,13 @@ class _Intercepted:
             return _as_ordinary(self, "__deepcopy__", memo)
         _bring(self, "__deepcopy__")
         return parked.copied(self, memo)
+
+    def __copy__(self: Any) -> Any:
+        if is_parked(self):
+            _bring(self, "__copy__")
+            return parked.shallow(self)
+        function, arguments, *state = _as_ordinary(self, "__reduce_ex__", 4)
+        return copy._reconstruct(self, None, function, arguments, *state)  # type: ignore[attr-defined]  # as for any object
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_ordinary(self, "__reduce_ex__", protocol)
