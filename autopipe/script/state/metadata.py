@@ -14,3 +14,10 @@ METADATA_CALLS = {
     "is_inference", "is_conj", "is_neg", "dim_order", "is_tensor", "is_shared", "is_pinned", "is_coalesced",
     "is_set_to", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+KEPT = {"grad", "_grad", "_version", "grad_dtype"}  # further properties that autograd has for the tensor
+MEMORY = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}
+MOVES = {"to", "cpu", "cuda"}
+VIEWS = {
+    "view", "reshape", "flatten", "ravel", "__getitem__", "t", "T", "mT", "transpose", "permute", "squeeze",
+    "unsqueeze", "narrow", "select", "expand",
+}  # fmt: skip

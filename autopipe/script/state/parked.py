@@ -17,17 +17,9 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.devices import CPU
 from autopipe.script.refusals import from_a_library
-from autopipe.script.state.metadata import METADATA, METADATA_CALLS
-from autopipe.trace.record.fakes import PARKED
+from autopipe.script.state.metadata import KEPT, MEMORY, METADATA, METADATA_CALLS, MOVES, VIEWS
+from autopipe.trace.record.fakes import PARKED, in_fake_mode
 from autopipe.trace.record.targets import property_name
-
-_KEPT = {"grad", "_grad", "_version", "grad_dtype"}  # further properties that autograd has for the tensor
-_MEMORY = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}
-_MOVES = {"to", "cpu", "cuda"}
-_VIEWS = {
-    "view", "reshape", "flatten", "ravel", "__getitem__", "t", "T", "mT", "transpose", "permute", "squeeze",
-    "unsqueeze", "narrow", "select", "expand",
-}  # fmt: skip
 
 before_write: list[Callable[[Tensor], None]] = []
 """Called with each tensor whose memory a function outside may change from now on."""
@@ -83,8 +75,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def park(tensor: Tensor, host: Tensor, device: torch.device, *, streams: bool = True) -> None:
     """Give a tensor the memory of ``host``, an ordinary tensor, in place of its own. It says ``device``."""
-    family = Family(device, streams=streams)
-    _set(tensor, host, family)
+    _set(tensor, host, Family(device, streams=streams))
 
 
 def parked_value(host: Tensor, device: torch.device) -> Tensor:
@@ -102,7 +93,9 @@ def storage_uses(tensor: Tensor) -> int:
 
 
 def _set(tensor: Tensor, memory: Tensor, family: Family | None) -> None:
-    """Bind a tensor to other memory. None: it is ordinary then."""
+    """Bind a tensor to other memory. None: it is ordinary then. A fake tensor, which has no memory, is left alone."""
+    if type(memory) is not Tensor:
+        return
     vars(tensor).pop(PARKED, None)
     with torch._C.DisableTorchFunctionSubclass():
         if memory is not tensor:
@@ -118,6 +111,8 @@ def _set(tensor: Tensor, memory: Tensor, family: Family | None) -> None:
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor in a copy of the whole memory of a parked one, without gradient."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        if in_fake_mode():
+            return plain_of(tensor).to(device)
         memory = torch.empty(0, dtype=torch.uint8, device=CPU).set_(tensor.untyped_storage()).to(device)
         return _view(tensor, memory.untyped_storage())
 
@@ -191,7 +186,8 @@ def _of_tensor(tensor: Tensor, func: Any, name: str, args: Any, kwargs: Any) -> 
     family = family_of(tensor)
     assert family is not None
     sets = getattr(func, "__name__", "") == "__set__"
-    detached = not (tensor.requires_grad and torch.is_grad_enabled())
+    real = not in_fake_mode()
+    detached = real and not (tensor.requires_grad and torch.is_grad_enabled())
     match name:
         case "device":
             return family.device
@@ -204,7 +200,7 @@ def _of_tensor(tensor: Tensor, func: Any, name: str, args: Any, kwargs: Any) -> 
         case "data" if sets:
             _replace(tensor, args[1])
             return None
-        case "data" | "detach":
+        case "data" | "detach" if real:
             return alias_of(tensor, family)
         case "grad" | "_grad" if sets and args[1] is not None:
             unpark(tensor)
@@ -213,13 +209,13 @@ def _of_tensor(tensor: Tensor, func: Any, name: str, args: Any, kwargs: Any) -> 
             note_write(family)
             plain_of(tensor).copy_(plain_of(args[1]))
             return tensor
-    if name in METADATA or name in METADATA_CALLS or name in _KEPT or (name == "requires_grad_"):
+    if name in METADATA or name in METADATA_CALLS or name in KEPT or (name == "requires_grad_"):
         return func(*args, **kwargs)
-    if name in _MEMORY and from_a_library():
+    if name in MEMORY and from_a_library():
         return func(*args, **kwargs)
-    if name in _MOVES and detached:
+    if name in MOVES and detached:
         return _moved(tensor, func, args, kwargs)
-    if name in _VIEWS and detached:
+    if name in VIEWS and detached:
         return _viewed(tensor, family, func, args, kwargs)
     return NotImplemented
 
@@ -275,12 +271,15 @@ def _fakes() -> Any:
 def _on_copies(func: Any, args: Any, kwargs: Any, leaf_of: Callable[[Tensor], Tensor] | None) -> Any:
     """Run a function on copies of parked tensors; those that it changes, or lets escape, become their memory."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
+    fake = in_fake_mode()
     for leaf in pytree.tree_leaves((args, kwargs)):
         family = family_of(leaf) if isinstance(leaf, Tensor) else None
         if family is None or id(leaf) in copies:
             continue
         needs = leaf.requires_grad and torch.is_grad_enabled()
-        if family.streams and not needs:
+        if fake:
+            copies[id(leaf)] = leaf, _on_device(leaf, family.device).requires_grad_(needs)
+        elif family.streams and not needs:
             copies[id(leaf)] = leaf, _on_device(leaf, family.device)
         elif family.streams and leaf_of is not None:
             copies[id(leaf)] = leaf, leaf_of(_on_device(leaf, family.device))
@@ -300,7 +299,7 @@ def _on_copies(func: Any, args: Any, kwargs: Any, leaf_of: Callable[[Tensor], Te
     result = pytree.tree_map(lambda value: origins.get(id(value), value), result)
     for key, (leaf, copy) in copies.items():
         family = family_of(leaf)
-        if family is not None and (copy._version != versions[key] or storage_uses(copy) > 1):
+        if family is not None and not fake and (copy._version != versions[key] or storage_uses(copy) > 1):
             _adopt(family, copy.untyped_storage())
     return result
 
@@ -366,8 +365,7 @@ def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     import copy
 
     if id(tensor) in memo:
-        copy_of: Tensor = memo[id(tensor)]
-        return copy_of
+        return memo[id(tensor)]  # type: ignore[no-any-return]
     family = family_of(tensor)
     assert family is not None
     host = on_host(tensor)

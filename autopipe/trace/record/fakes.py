@@ -60,3 +60,8 @@ def _ordinary(tensor: Tensor) -> bool:
         and tensor.storage_offset() == 0
         and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     )
+
+
+def in_fake_mode() -> bool:
+    """Return whether functions run on fake tensors, which stand for real ones and share no memory with them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
