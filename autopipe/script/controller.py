@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.script import wrappers
 from autopipe.script.batches.parts import Parts
 from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
 from autopipe.script.calls.programs import Programs
@@ -36,6 +37,7 @@ class Controller:
         self.model, self.places, self.timeout, self.notes = model, places, timeout, notes
         self.count = count = places.count
         self.device = device_of(model)
+        self.compiles = wrappers.is_compiled(model)
         self.randomness = Randomness(self.device)
         self.folder = folder
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -312,6 +314,7 @@ class Controller:
             form["modules"] = {p: m for p, m in modules.items() if p not in self._sent_modules[rank]}
             self._sent_modules[rank].update(modules)
             constants = program.recording.constants
+            form["compiled"] = self.compiles
             form["placed"] = [name for name, value in constants.items() if value.device.type != CPU.type]
             form["files"] = files_of(self.ranks.folder / form["folder"]) if self.ranks.needs_files(rank) else {}
             self.ranks.send(rank, ["program", form])

@@ -113,6 +113,8 @@ class Notes:
         """Name the stages."""
         parts = " | ".join(stage.name for stage in controller.plan.stages)
         self.say(f"{len(controller.plan.stages)} stages: {parts}")
+        if controller.compiles:
+            self.say("torch.compile: the code of each stage is compiled, on its rank")
         for line in controller.parts.lines() if controller.parts is not None else ():
             self.say(line)
 

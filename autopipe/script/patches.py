@@ -264,14 +264,6 @@ class Patches:
             setattr(place, name, functools.wraps(original)(read))
 
     def _refusals(self) -> None:
-        compile_ = torch.compile
-
-        def compiled(model: Any = None, **kwargs: Any) -> Any:
-            if isinstance(model, nn.Module):
-                raise refused("torch.compile of a model", "the script's option for it, such as --compile=False")
-            return compile_(model, **kwargs)
-
-        torch.compile = compiled
         clear = torch.clear_autocast_cache
 
         def cleared() -> None:
@@ -280,7 +272,7 @@ class Patches:
                 remote.controller.regions.end()
 
         torch.clear_autocast_cache = cleared
-        wrappers.install()
+        wrappers.install(self.notes.say)
 
 
 def _show_one_device() -> None:

@@ -1,8 +1,10 @@
-"""Wrappers for data parallelism around a model of one process and one GPU: they only call it."""
+"""Wrappers around a model, which only call it: for data parallelism on one GPU, and those of ``torch.compile``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +13,18 @@ from torch.utils import _pytree as pytree
 
 from autopipe.script.refusals import refused
 
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""What the script lets torch compile: a model, or parts of one."""
 
-def install() -> None:
-    """Let DataParallel on one GPU, and DistributedDataParallel of one process, call their model; refuse others."""
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the script compiles a model, a part of it, or what it is a part of: its stages are compiled."""
+    inside = any(module in _compiled for module in model.modules())
+    return inside or any(model is part for whole in _compiled for part in whole.modules())
+
+
+def install(say: Callable[[str], None]) -> None:
+    """Let wrappers call their model; refuse data parallelism over several GPUs or processes. ``say``: writes a note."""
     one: Any = nn.DataParallel
     start = one.__init__
 
@@ -25,6 +36,44 @@ def install() -> None:
     one.__init__, one.forward = init, _call
     several: Any = nn.parallel.DistributedDataParallel
     several.__init__, several.forward = _of_one_process, _call
+    module: Any = nn.Module
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def compiled(model: Any = None, **options: Any) -> Any:
+        result: Any = compile_(model, **options)
+        if isinstance(model, nn.Module) and result is not model:
+            _note_compiled(model, options, say)
+            type(result).__call__ = _call_uncompiled
+            result.forward, result.dynamo_ctx = model.__call__, _as_it_is
+        return result
+
+    def compile_in_place(model: nn.Module, **options: Any) -> None:
+        compile_(model.forward, **options)  # it checks the options
+        _note_compiled(model, options, say)
+
+    torch.compile, module.compile = compiled, compile_in_place
+
+
+def _note_compiled(model: nn.Module, options: dict[str, Any], say: Callable[[str], None]) -> None:
+    backend = options.get("backend", "inductor")
+    if options.get("disable") or backend == "eager":
+        return
+    if backend != "inductor":
+        raise refused(f"torch.compile(backend={backend!r}) of a model", "the backend inductor")
+    for name in ("mode", "options", "fullgraph", "dynamic"):
+        if options.get(name) not in (None, False, "default"):
+            say(f"torch.compile: {name}={options[name]!r} is not used; each stage is compiled with the defaults")
+    _compiled.add(model)
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
+
+
+def _call_uncompiled(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the call of what ``torch.compile`` has returned for a model."""
+    return wrapper._orig_mod(*args, **kwargs)
 
 
 def _of_one_process(wrapper: Any, module: nn.Module, device_ids: Sequence[Any] | None = None, **options: Any) -> None:

@@ -30,6 +30,7 @@ from autopipe.script.notes import Notes
 from autopipe.script.refusals import in_a_library, refused
 from autopipe.script.together import REMEDY
 from autopipe.script.wire import GoneError
+from autopipe.script.wrappers import is_compiled
 
 _IDLE_SECONDS = 10.0  # without computing: it waits for what only the first process has
 # the second process may take so many times as long as the first one, but so many seconds in any case
@@ -71,6 +72,8 @@ class Reference:
                 raise CannotError("this system cannot keep a second process from writing (seccomp)")
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 raise CannotError("the script uses a GPU, which a forked process cannot")
+            if is_compiled(model):
+                raise CannotError("the script compiles the model, and a compiler rounds the whole model in another way")
             forked = fork(second, self._alive)
         except (CannotError, OSError) as error:
             self._end(str(error))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.runtime.compiled import compile_stage
 from autopipe.runtime.received import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
@@ -146,6 +147,8 @@ class RankStages:
             stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
         stage.draw_from_generator()
         stage.place_constants(self.device, form["placed"])
+        if form["compiled"]:
+            compile_stage(stage)
         self.programs[form["number"]] = _Program(stage, form)
 
     @contextlib.contextmanager
@@ -214,7 +217,7 @@ class RankStages:
             arguments.append(value)
         set_generators(state, self.device)
         with torch.set_grad_enabled(grad):
-            results = list(program.stage(*arguments))
+            results = list(program.stage.run(type(program.stage), *arguments))
         if DEVICE in state:
             self._check_draws(state)
         for crossing, value in zip(program.sends, results, strict=False):

@@ -193,7 +193,7 @@ def replaced_parameters():
 
 
 def compiled():
-    torch.compile(model)
+    torch.compile(model, backend="aot_eager")
 
 
 def gradient_of_output():
