@@ -1,11 +1,15 @@
-"""The rules of the layout: imports, files and folders."""
+"""The rules of the layout: imports, files and folders, the size of the product, and who has a mechanism of its own.
+
+``layout.toml`` has the lines, files, mechanisms and circles that there may be. They may only become fewer: whoever
+removes some lowers the limit, or removes the entry.
+"""
 
 import ast
-import contextlib
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 FOLDERS = "tests", "benchmarks", "docs"
 SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
+LIMITS = tomllib.loads(Path(__file__).with_name("layout.toml").read_text(encoding="utf-8"))
+SLACK = 150
+"""Lines by which a limit may lie above what there is."""
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
@@ -82,10 +89,10 @@ def typing_only(tree: ast.AST) -> set[ast.AST]:
     return lines
 
 
-def imports(path: Path) -> list[str]:
-    """Return all modules that a file imports when it runs, as dotted names."""
+def imports(path: Path, *, types: bool = False) -> list[str]:
+    """Return all modules that a file imports when it runs, as dotted names; with ``types``, also those for types."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = typing_only(tree)
+    skipped = set() if types else typing_only(tree)
     modules = []
     for node in ast.walk(tree):
         if node in skipped:
@@ -153,18 +160,77 @@ def test_a_part_imports_only_the_parts_below_it():
     assert {part_of(path) for path in PRODUCT} - {"cli", "__init__"} == set(MAY_IMPORT)
 
 
-def test_there_are_no_import_cycles():
+def mechanisms(path: Path) -> Iterator[str]:
+    """Yield the mechanisms that a file uses: modules of Python, trace functions, modes of torch."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for name in set(imports(path)):
+        top = name.partition(".")[0]
+        if top in LIMITS["mechanisms"]:
+            yield top
+    names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree)
+             if isinstance(node, (ast.Attribute, ast.Name))}  # fmt: skip
+    if names & {"settrace", "setprofile"}:
+        yield "trace functions"
+    if names & {"TorchFunctionMode", "TorchDispatchMode", "FakeTensorMode"}:
+        yield "modes"
+
+
+def circles(*, types: bool) -> list[list[str]]:
+    """Return the groups of modules that import each other. ``types``: also if only for types."""
     modules = {module_of(path): path for path in PRODUCT}
     below: dict[str, set[str]] = {}
     for name, path in modules.items():
-        named = [m for m in imports(path) if m in modules and m != name]
+        named = [m for m in imports(path, types=types) if m in modules and m != name]
         # `from package import module` names both; only the module counts
         below[name] = {m for m in named if not any(uses(other, m) and other != m for other in named)}
-    with contextlib.suppress(StopIteration):
-        while below:  # remove modules that import nothing that remains, until only cycles remain
-            name = next(name for name, names in below.items() if not names & below.keys())
-            del below[name]
-    assert sorted(below) == []
+    reached = {name: _reached(name, below) for name in below}
+    groups = {frozenset([name, *(m for m in reached[name] if name in reached[m])]) for name in below}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _reached(start: str, below: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = below[waiting.pop()] - reached
+        reached |= new
+        waiting.extend(new)
+    return reached
+
+
+def check_limits(what: str, counts: Counter[str], limits: dict[str, int], slack: int) -> None:
+    assert counts.keys() == limits.keys()
+    above = {name: f"{count} {what}, {limits[name]} allowed" for name, count in counts.items() if count > limits[name]}
+    assert above == {}, "remove something first"
+    loose = {name: count for name, count in counts.items() if count < limits[name] - slack}
+    assert loose == {}, "lower the limits in layout.toml"
+
+
+def test_no_part_has_more_lines_than_it_may() -> None:
+    lines: Counter[str] = Counter()
+    for path in PRODUCT:
+        lines[part_of(path)] += len(path.read_text(encoding="utf-8").splitlines())
+    check_limits("lines", lines, LIMITS["lines"], SLACK)
+
+
+def test_there_are_not_more_files_than_there_may_be() -> None:
+    check_limits("files", Counter({"all": len(PRODUCT)}), LIMITS["files"], 5)
+
+
+def test_each_mechanism_is_where_it_may_be() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in PRODUCT:
+        for name in set(mechanisms(path)):
+            places[name].append(module_of(path))
+    assert {name: sorted(modules) for name, modules in places.items()} == LIMITS["mechanisms"]
+
+
+def test_no_modules_need_each_other_when_they_are_imported() -> None:
+    assert circles(types=False) == []
+
+
+def test_the_circles_of_types_are_known() -> None:
+    assert circles(types=True) == LIMITS["circles"]["of types"]
 
 
 def test_no_folder_has_more_than_21_modules():
