@@ -17,8 +17,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +28,159 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.errors import ProfileError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Measurement, Profile, WorkloadSpec
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import describe_device, find_device, quiet
+from autopipe.measure.facts import NodeFacts, walk_nodes
 from autopipe.measure.gpu_load import GpuLoad
-from autopipe.measure.size import SizeMeasurement
+from autopipe.measure.segment_costs import SegmentCosts
 from autopipe.measure.stepping import optimizer_cost
-from autopipe.measure.subject import Captured, Progress, no_progress
+from autopipe.measure.subject import Captured, Progress, Subject, no_progress
+from autopipe.measure.whole import WholeModel
+
+# ``SizeMeasurement``: one microbatch size, measured in windows: walk the nodes, time the segments, time the whole.
+
+# Divide a graph into the segments that are timed.
+#
+# Segments begin and end at legal cuts (a stage can never end between two of them) and at the borders of the model's
+# blocks, so that equal blocks give equal segments and are timed once::
+#
+#     nodes       embed | blocks.0 ............ | blocks.1 ............ | norm head loss
+#     segments    embed |     a     |     b     |     a     |     b     |       c
+#
+# A long block is divided evenly; nodes that take less than ``least_seconds`` are joined with the ones after them.
+
+
+def block_of(module_path: str) -> str:
+    """Return the outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp.up``; "" if none."""
+    parts = module_path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ""
+
+
+def segments(graph: Graph, seconds: Sequence[float], least_seconds: float) -> list[tuple[int, int]]:
+    """Divide the nodes into segments, returned as (start, stop). ``seconds``: rough forward time of every node."""
+    count = len(graph.nodes)
+    if not count:
+        return []
+    atoms = list(pairwise([0, *Cuts(graph).legal, count]))
+
+    def block(atom: tuple[int, int]) -> str:
+        work = [node for node in graph.nodes[atom[0] : atom[1]] if not node.input_only]
+        return block_of(work[0].module_path) if work else ""
+
+    def length(run: Sequence[tuple[int, int]]) -> float:
+        return sum(seconds[run[0][0] : run[-1][1]]) if run else 0.0
+
+    runs: list[list[tuple[int, int]]] = []
+    short: list[tuple[int, int]] = []
+    for _, group in groupby(atoms, key=block):
+        run = list(group)
+        if length(run) < least_seconds:
+            short += run
+            if length(short) >= least_seconds:
+                runs.append(short)
+                short = []
+            continue
+        if short:
+            runs.append(short)
+            short = []
+        runs += _divided(run, [length([atom]) for atom in run], least_seconds)
+    if short:
+        runs.append(short)
+    return [(run[0][0], run[-1][1]) for run in runs]
+
+
+def _divided(run: list[tuple[int, int]], seconds: Sequence[float], least_seconds: float) -> list[list[tuple[int, int]]]:
+    """Divide atoms evenly into parts of at least about ``least_seconds``."""
+    total = sum(seconds)
+    count = max(int(total / least_seconds), 1)
+    parts: list[list[tuple[int, int]]] = [[]]
+    passed = 0.0
+    for atom, cost in zip(run, seconds, strict=True):
+        if parts[-1] and passed + cost / 2 >= total * len(parts) / count:
+            parts.append([])
+        parts[-1].append(atom)
+        passed += cost
+    return parts
+
+
+LEAST_SECONDS = 1e-3
+"""A shorter segment is joined with its neighbours: the clock and the start of autograd would dominate its time."""
+
+
+class SizeMeasurement:
+    """Measures a model at one microbatch size."""
+
+    def __init__(
+        self,
+        capture: Captured,
+        clock: Clock,
+        size: int,
+        batch: Mapping[str, Tensor],
+        *,
+        progress: Progress = no_progress,
+        least_seconds: float = LEAST_SECONDS,
+    ) -> None:
+        self.subject = Subject(capture, clock, size, batch)
+        self.progress = progress
+        self.whole = WholeModel(self.subject)
+        self.num_windows = 0
+        self._least_seconds = least_seconds
+        self._measured: tuple[NodeFacts, SegmentCosts] | None = None  # None before the first window
+
+    def window(self) -> None:
+        """Time the segments and the complete model once more. The first window begins with a walk over the nodes.
+
+        Raises: ProfileError as ``measure`` does.
+        """
+        facts, segment_costs = self._prepared()
+        segment_costs.window(self.progress)
+        self.progress("the whole model", 0.8)
+        self.whole.window(segment_costs.nodes, facts.replaced)
+        self.num_windows += 1
+
+    def _prepared(self) -> tuple[NodeFacts, SegmentCosts]:
+        if self._measured is None:
+            facts = walk_nodes(self.subject, self.progress)
+            seconds = [facts.seconds[node.name][0] for node in self.subject.graph.nodes]
+            bounds = segments(self.subject.graph, seconds, self._least_seconds)
+            self._measured = facts, SegmentCosts(self.subject, facts, bounds)
+        return self._measured
+
+    def allows(self, size: int, seconds: float) -> bool:
+        """Return whether a larger size, by the figures of this one, takes at most these seconds for a forward and a
+        backward, and fits half of the memory.
+        """
+        scale, costs = size / self.subject.size, self.segments.nodes.values()
+        own = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+        fits = self.whole.windows is not None and self.whole.fits(self.segments.nodes, 2 * scale)
+        return fits and scale > 1 and scale * own <= seconds
+
+    @property
+    def segments(self) -> SegmentCosts:
+        """The costs of the segments; walks the nodes first if no window was taken."""
+        return self._prepared()[1]
+
+    def measurement(self) -> Measurement:
+        """Return the result of all windows; takes the first window if there was none."""
+        if not self.num_windows:
+            self.window()
+        facts, costs = self._prepared()
+        scaled = self.whole.scaled(costs.nodes, len(costs.distinct), len(costs.bounds))
+        spread = self._spread(costs)
+        return Measurement(self.subject.size, scaled, spread, costs.keepers, facts.work, facts.casts)
+
+    def _spread(self, costs: SegmentCosts) -> float:
+        if self.whole.spread is not None:
+            return self.whole.spread
+        spreads = [spread for cost in costs.distinct.values() if (spread := cost.windows.spread) is not None]
+        return statistics.median(spreads) if spreads else 0.0
+
 
 _log = logging.getLogger(__name__)
 NOISY = 0.1

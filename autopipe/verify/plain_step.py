@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from autopipe import sparse
+from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.rounding import allowed
 from autopipe.runtime.after_step.average import PREFIX
@@ -28,6 +30,7 @@ from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.stage_runner import StageRunner
@@ -41,10 +44,53 @@ from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import ENLARGED, of_compiler, usual
 from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
-from autopipe.verify.position import is_in_place
 from autopipe.verify.reasons import why_not_bitwise
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
+from autopipe.workload.batches.digests import chained, digest_of
+
+# The place of an audited minibatch in the data, found by reading the data from its beginning as a plain loop does.
+
+READ_SECONDS = 5.0
+"""How long an audit reads; a minibatch further on is not compared."""
+
+
+def is_in_place(workload: Workload, batch_size: int, before: Manifest, item: Any) -> bool | None:
+    """Return whether a minibatch is the one that the data gives at the place that a run has reached.
+
+    ``before``: the manifest of the state before it, with the digest of the minibatches of the epoch so far. None: it
+    takes too long to read so far, or two readings differ.
+    """
+    expected = before.data or "", digest_of(item)
+    readings: list[tuple[str, bytes]] = []
+    while len(readings) < 2:  # a difference counts if it is the same in a second reading
+        reading = _read(workload, batch_size or None, before.epoch, before.position)
+        if reading is None or reading == expected:
+            return None if reading is None else True
+        readings.append(reading)
+    return False if readings[0] == readings[1] else None
+
+
+def _read(workload: Workload, batch_size: int | None, epoch: int, position: int) -> tuple[str, bytes] | None:
+    """Return the digest of the first minibatches of an epoch and that of the next one; None after READ_SECONDS."""
+    deadline = time.monotonic() + READ_SECONDS
+    digest, count = b"", 0
+    for number in range(epoch + 1):
+        with exclusive():
+            minibatches = iter(workload.items(batch_size, epoch=number))
+        while True:
+            with exclusive():
+                item = next(minibatches, None)
+            if item is None:
+                break
+            if number == epoch and count == position:
+                return digest.hex(), digest_of(item)
+            if number == epoch:
+                digest, count = chained(digest, digest_of(item)), count + 1
+            if time.monotonic() > deadline:
+                return None
+    return digest.hex(), b""
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
-from autopipe.commands.checking.builds import differing_attribute
-from autopipe.commands.checking.members import refusal_of_team
 from autopipe.commands.steps import Prepared
 from autopipe.errors import RunError, counted
 from autopipe.ir.graph import Graph, Node
@@ -18,9 +17,84 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.step.sharding import shards
 from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison
-from autopipe.verify.optimizer_probe import Finding, probe
+from autopipe.verify.optimizer_probe import Finding, probe, probe_members
 from autopipe.workload import Workload
 from autopipe.workload.model.shared_memory import overlapping
+
+# What the members of a team cannot run: their tensors are parts, and a step or a hook may look at a complete one.
+
+_ALONE = "or train without --tensor-parallel"
+
+
+def refusal_of_team(workload: Workload, plan: Plan, graph: Graph, model: nn.Module | None = None) -> RunError | None:
+    """Return the error for an optimizer, a hook or parameters that teams would change, or None.
+
+    ``model``: the model, built if None. An optimizer is tried on synthetic gradients (``verify.optimizer_probe``).
+    """
+    if plan.team == 1:
+        return None
+    model = workload.build_model() if model is None else model
+    dimensions = _cut(graph, model)
+    pair = overlapping(model)
+    if pair is not None and not dimensions.keys().isdisjoint(pair):
+        return RunError(
+            f"parameters {pair[0]} and {pair[1]} share memory, and the members of a team cut them apart",
+            where=workload.name,
+            remedy=f"use one nn.Parameter in both places, which autopipe treats as tied; {_ALONE}",
+        )
+    changed = [name for name in graph.after_step if name in dimensions]
+    if changed:
+        return RunError(
+            f"after_step changes {changed[0]}, of which every member of a team has a part: the hook would see a tensor "
+            "of another shape",
+            where=workload.hooks["after_step"].place,
+            remedy=f"let the hook change only parameters that are not cut; {_ALONE}",
+        )
+    finding = probe_members(workload, dimensions, plan.team, model)
+    return None if finding is None else _looks_beyond(finding, workload, plan)
+
+
+def _cut(graph: Graph, model: nn.Module) -> dict[str, int]:
+    """Return the dimension along which each parameter is cut: the one whose size is another one in the model."""
+    dimensions = {}
+    for name, parameter in model.named_parameters():
+        local = graph.parameters[name].shape if name in graph.parameters else tuple(parameter.shape)
+        for dimension, (own, whole) in enumerate(zip(local, parameter.shape, strict=True)):
+            if own != whole:
+                dimensions[name] = dimension
+    return dimensions
+
+
+def _looks_beyond(finding: Finding, workload: Workload, plan: Plan) -> RunError:
+    return RunError(
+        f"the optimizer does not step each element on its own: with the same gradients, its step of a part of "
+        f"{finding.parameter} differs from that of the whole (by {finding.error:.1e} of its largest value, in step "
+        f"{finding.step} of the probe). Every member of a team of {plan.team} has a part",
+        where=workload.stepping.optimizer_place,
+        remedy="use an optimizer without norms or factors of a whole tensor, such as SGD, Adam or AdamW (Adafactor, "
+        f"LAMB, Muon and Shampoo have them); {_ALONE}",
+    )
+
+
+# Whether two builds of a model have equal attributes: a class may count its objects.
+
+_NUMBERS = (bool, int, float, complex, tuple)  # a name or an identifier is rarely the cause
+
+
+def differing_attribute(workload: Workload) -> str:
+    """Build the model twice, and return the first attribute that differs with its two values, or ""."""
+    one, other = workload.build_model(), workload.build_model()
+    parts = dict(other.named_modules())
+    for path, part in one.named_modules():
+        for name, value in vars(part).items():
+            second: Any = vars(parts[path]).get(name) if path in parts else None
+            if isinstance(value, _NUMBERS) and type(value) is type(second) and repr(value) != repr(second):
+                return f"{path}.{name} is {value!r} in one build and {second!r} in the next".lstrip(".")
+    return ""
+
+
+__all__ = ["differing_attribute"]
+
 
 _ONE_STAGE = "or train in one stage (--gpus 1)"
 _COMPLETE = "or let every replica step all parameters of its stage (--shard-optimizer never)"

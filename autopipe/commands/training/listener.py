@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from autopipe.commands.metrics.files import MetricsFiles
 from autopipe.commands.metrics.observers import Observers
 from autopipe.commands.settings import Events
 from autopipe.commands.training.auditing import Auditor, fields_of, report_of
-from autopipe.commands.training.load import Load
 from autopipe.errors import RunError, counted
 from autopipe.ir import decoding
 from autopipe.ir.schedule import Instruction
@@ -22,6 +24,41 @@ from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
+
+# ``Load``: how much of the cores of this process all programs use.
+
+
+@dataclass(slots=True)
+class Load:
+    """Processor time between two moments."""
+
+    _busy: float = 0.0  # of all programs, at the first moment
+    _own: float = 0.0  # of this process
+    _since: float = 0.0
+    used: float = 0.0  # by all programs
+    own: float = 0.0  # by this process
+    seconds: float = 0.0
+
+    def begin(self) -> None:
+        """Note the first moment."""
+        self._busy, self._own, self._since = _busy_seconds(), time.process_time(), time.perf_counter()
+
+    def end(self) -> None:
+        """Note the second moment. A later call moves it."""
+        self.used, self.own = _busy_seconds() - self._busy, time.process_time() - self._own
+        self.seconds = time.perf_counter() - self._since
+
+    def of_others(self, ours: float) -> float:
+        """Return the cores that other programs used on average. ``ours``: processor time of the ranks."""
+        return max(self.used - self.own - ours, 0.0) / self.seconds if self.seconds else 0.0
+
+
+def _busy_seconds() -> float:
+    """Return the processor time of all programs on the cores that this process may use."""
+    cores = psutil.cpu_times(percpu=True)
+    permitted = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    times = [core for index, core in enumerate(cores) if index in permitted]
+    return float(sum(core.user + core.system + getattr(core, "nice", 0.0) for core in times))
 
 
 @dataclass(slots=True)
@@ -53,7 +90,7 @@ class Listener:
     auditor: Auditor | None = None
     observers: Observers | None = None
     audits: list[AuditReport] = field(default_factory=list)
-    # what each rank of the latest attempt spent its time on: see ``launch.rank.spent``
+    # what each rank of the latest attempt spent its time on: see ``launch.rank.worker``
     spent: dict[int, Mapping[str, float]] = field(default_factory=dict)
     load: Load = field(default_factory=Load)
     counted: int = 0  # steps of the latest attempt

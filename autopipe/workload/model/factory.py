@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.draws import exclusive
 from autopipe.errors import ModelFileError
@@ -15,9 +19,47 @@ from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.model import partial
 from autopipe.workload.model.building import Builder, forward_names
 from autopipe.workload.model.digests import initial_values
-from autopipe.workload.model.empty import parameters_without_memory
 from autopipe.workload.model.modes import for_training
 from autopipe.workload.model.uninitialized import ZeroedMemory
+
+# Build a model without memory for its parameters, whose values are loaded from a file afterwards.
+#
+# Each parameter is allocated and then replaced by one on the ``meta`` device, so that at most the parameters of one
+# module exist at a time. Buffers stay real: the build computes tables and masks, and files do not contain
+# non-persistent buffers.
+#
+# The initialization of a parameter on ``meta`` draws no random numbers, so a *random* buffer differs from that of a
+# real build. ``shifted`` reveals such buffers: it draws extra numbers with every parameter, and only they change.
+#
+# Source: the idea of ``init_empty_weights`` of Hugging Face accelerate. Unlike there, tied parameters stay tied.
+
+
+@contextlib.contextmanager
+def parameters_without_memory(*, shifted: bool = False) -> Iterator[None]:
+    """Register every parameter of modules of this thread on the ``meta`` device.
+
+    One thread at a time may be in the block; other threads are not affected.
+    """
+    register = nn.Module.register_parameter
+    replaced = WeakTensorKeyDictionary()
+    builder = threading.get_ident()
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        other_thread = threading.get_ident() != builder
+        if other_thread or parameter is None or parameter.is_meta or type(parameter) is not nn.Parameter:
+            register(module, name, parameter)
+            return
+        if shifted:
+            torch.rand(3)
+        if parameter not in replaced:
+            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, replaced[parameter])
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class ModelFactory:
@@ -36,7 +78,7 @@ class ModelFactory:
         """Build the model with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
         ``empty``: allocate no memory for the parameters, which are loaded from a file later. ``shifted``: draw extra
-        random numbers meanwhile; see ``workload.model.empty``. ``part``: allocate only some of the parameters.
+        random numbers meanwhile; see ``workload.model.factory``. ``part``: allocate only some of the parameters.
 
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """

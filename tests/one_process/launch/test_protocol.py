@@ -24,8 +24,7 @@ from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.rank.worker import describe
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.connections import Connections, Lost
-from autopipe.launch.remote.event_fields import FIELDS, problem
-from autopipe.launch.remote.remote_ranks import RemoteRanks
+from autopipe.launch.remote.remote_ranks import FIELDS, RemoteRanks, problem
 from autopipe.launch.request import WorkerSpec
 from autopipe.report.results import StagePeak
 from autopipe.runtime.batches.source import OTHER_DATA

@@ -8,8 +8,7 @@ from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Measurement
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure.clock import Times, Windows, repeat
-from autopipe.measure.measure import log_noise
-from autopipe.measure.segments import block_of, segments
+from autopipe.measure.measure import block_of, log_noise, segments
 
 
 def test_a_block_is_the_outermost_numbered_module():

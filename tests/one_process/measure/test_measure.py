@@ -13,8 +13,8 @@ from autopipe.errors import ProfileError
 from autopipe.measure import measure, whole
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
+from autopipe.measure.measure import SizeMeasurement
 from autopipe.measure.piece import Piece, StateCopies, arguments_on
-from autopipe.measure.size import SizeMeasurement
 
 
 def size_run(capture, workload, size, least_seconds=1e-9):

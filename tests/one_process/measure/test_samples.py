@@ -9,7 +9,7 @@ from support.samples import NAMES, load_sample
 
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock
-from autopipe.measure.size import SizeMeasurement
+from autopipe.measure.measure import SizeMeasurement
 from autopipe.trace import capture
 
 

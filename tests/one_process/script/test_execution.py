@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autopipe
-from autopipe.script.execution import INTERRUPTED, execute
+from autopipe.script.runner import INTERRUPTED, execute
 
 WAITING = """
 def wait():

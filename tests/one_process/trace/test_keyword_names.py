@@ -7,7 +7,7 @@ from support.models.trace import Toy, vectors
 from torch import nn
 
 from autopipe.measure.clock import Clock
-from autopipe.measure.size import SizeMeasurement
+from autopipe.measure.measure import SizeMeasurement
 from autopipe.trace import capture
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint.initial import build_stages, weights_of
 from autopipe.runtime.checkpoint.weight_files import INDEX, Matched, open_weights
-from autopipe.workload.model.empty import parameters_without_memory
+from autopipe.workload.model.factory import parameters_without_memory
 
 
 @pytest.fixture
