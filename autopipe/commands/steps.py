@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.commands import evaluation
@@ -22,9 +21,9 @@ from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.planning.sizes import Sizes
 from autopipe.commands.planning.teams import with_team
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import (
     AUTO_TEAM,
-    MAX_SHAPES,
     WORK_DIRECTORY,
     ModelSettings,
     PlanSettings,
@@ -36,7 +35,6 @@ from autopipe.errors import ArtifactError, ModelFileError, ProfileError, TraceEr
 from autopipe.generate import generate as generate_stages
 from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
-from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
@@ -48,37 +46,9 @@ from autopipe.planning.requests import PlanRequest
 from autopipe.planning.scores import few_cuts_of_estimate
 from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
-from autopipe.schedules import REGISTRY
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.hook import Minibatch
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The inputs of a run."""
-
-    workload: Workload
-    graph: Graph
-    profile: Profile
-    record: PlanRecord
-    plan: Plan
-    stages: Path
-    notes: tuple[str, ...] = ()  # work that was done or reused
-    warnings: tuple[str, ...] = ()  # about the model
-    evaluation_note: str = ""  # the reason why the stages cannot evaluate, or ""
-    max_shapes: int = MAX_SHAPES  # how many further shapes of batches may be captured while ranks run
-    allow_data_dependent: bool = False  # in those captures
-
-    @property
-    def device_budget_bytes(self) -> int:
-        """The memory that a device on which stages take turns may use; 0: all of it."""
-        return (self.record.request.gpu_memory_bytes or 0) if REGISTRY[self.plan.schedule].spills else 0
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices and links of the ranks."""
-        return self.record.cluster
 
 
 def profile(settings: ProfileSettings, progress: Progress | None = None) -> ProfileResult:

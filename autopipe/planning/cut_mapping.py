@@ -20,7 +20,7 @@ from autopipe.ir.gradients import chains
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Stage
-from autopipe.planning.cost.units import may_run_twice
+from autopipe.planning.cost.atoms import may_run_twice
 
 _REMEDY = "pad the batches to one shape, or plan with fewer stages"
 _NEAREST = 48  # legal cuts that are tried for each cut of the plan

@@ -19,7 +19,7 @@ from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import COMPUTE, COPIES, Instruction, Op, ScheduleSpec
 from autopipe.runtime.batches.on_device import on_host
-from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.batches.recording import Microbatch, Recording
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.footprint import Footprint
@@ -35,20 +35,6 @@ from autopipe.strides import Layout
 
 # the rows of windows whose replicas differ take turns; the shapes of batches may never repeat
 _KEPT_PROGRAMS, _KEPT_LAYOUTS = 8, 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """A part of a minibatch, ready to run."""
-
-    # the tensors of the batch, by name
-    leaves: Mapping[str, torch.Tensor]
-    # the share of the minibatch loss
-    factor: float
-    # the sizes of the symbols of the graph
-    sizes: Mapping[str, int]
-    # the capture that the microbatch follows
-    recording: Recording
 
 
 @dataclass(slots=True)

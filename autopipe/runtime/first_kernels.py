@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopipe.ir.schedule import ScheduleSpec
-
-if TYPE_CHECKING:
-    from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.batches.recording import Microbatch
 
 MINIBATCHES = 2
 """After so many, the kernels are loaded: an optimizer runs others in its second step than in its first one."""

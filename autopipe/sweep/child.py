@@ -21,8 +21,9 @@ from autopipe.commands.apart.child import Link
 from autopipe.commands.apart.errors import described
 from autopipe.commands.checking.checking import check_first
 from autopipe.commands.locks import only_one
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.training import runs
 from autopipe.commands.training.resuming import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError, RunError

@@ -12,8 +12,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Stage
 from autopipe.ir.profile import Measurement, NodeCost
-from autopipe.planning.cost.atoms import Atoms
-from autopipe.planning.cost.units import may_run_twice
+from autopipe.planning.cost.atoms import Atoms, may_run_twice
 from autopipe.schedules import REGISTRY
 from autopipe.verify.check import compare
 from autopipe.verify.comparison import Comparison

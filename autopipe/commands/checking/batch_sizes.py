@@ -17,7 +17,7 @@ from autopipe.trace.loss.steady import steady
 from autopipe.workload import Workload
 
 if TYPE_CHECKING:
-    from autopipe.commands.steps import Prepared
+    from autopipe.commands.prepared import Prepared
 
 
 @dataclass(frozen=True, slots=True)

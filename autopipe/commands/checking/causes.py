@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.errors import RunError, counted
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan

@@ -23,8 +23,9 @@ from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.checking.whole import compared_with_the_whole, refusal_of_weights
 from autopipe.commands.locks import only_one
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
-from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered
 from autopipe.commands.training.repeating import Repeating, begin, explain

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.cores import usable_cores
 from autopipe.launch.rank.out_of_memory import is_out_of_memory, resident_bytes
 from autopipe.measure.device import release

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.store import PlanRecord
 from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.errors import RunError
 from autopipe.generate import load_divisor
 from autopipe.ir.coupling import COUPLED

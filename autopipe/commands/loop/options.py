@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import WORK_DIRECTORY, TrainSettings
-from autopipe.commands.steps import Prepared
 from autopipe.errors import RunError
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.audit import batch

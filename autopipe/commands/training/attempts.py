@@ -21,8 +21,9 @@ from typing import Any
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
 from autopipe.commands.inspecting import history
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Store
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.out_of_memory import advise

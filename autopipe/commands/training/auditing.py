@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
-from autopipe.commands.steps import Prepared
 from autopipe.commands.users_files import digest_of_file, users_files
 from autopipe.errors import ArtifactError, AuditError, AutopipeError, RunError
 from autopipe.launch.rank.forked import preload

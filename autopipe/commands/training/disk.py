@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from autopipe.commands.planning.choose import with_averages
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import TrainSettings
-from autopipe.commands.steps import Prepared
 from autopipe.errors import RunError, counted
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.commands.planning.choose import choose_plan
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Progress
-from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.commands.steps import batch_size_of
 from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, PlanError, RunError
 from autopipe.generate.parts import divide

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.errors import AutopipeError, WorkerError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import IO, Self
 
 from autopipe.commands.named import refuse_unnamed
-from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.commands.prepared import Prepared
+from autopipe.commands.steps import batch_size_of
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact, decoding
 from autopipe.ir.profile import WorkloadSpec

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.commands.prepared import Prepared
+from autopipe.commands.steps import batch_size_of
 from autopipe.errors import RunError
 from autopipe.ir.graph import Graph, Node
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
-from autopipe.commands.steps import Prepared
 from autopipe.commands.store import PlanRecord, Store
 from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
 from autopipe.ir import artifact

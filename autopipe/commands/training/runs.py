@@ -24,8 +24,9 @@ from autopipe.commands.metrics.observers import Observers, hooks_of
 from autopipe.commands.metrics.registry import begin as begin_loggers
 from autopipe.commands.metrics.registry import refuse_missing
 from autopipe.commands.planning.choose import with_averages
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
-from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts

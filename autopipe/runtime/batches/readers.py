@@ -26,11 +26,10 @@ from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
 from autopipe.runtime.batches.exchange import DigestExchange
 from autopipe.runtime.batches.on_device import Placement, on_host
-from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.batches.recording import Microbatch, Recording
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source, Taken
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.transport.base import Transport
 from autopipe.strides import memory_order, packed, unpacked
 

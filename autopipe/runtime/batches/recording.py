@@ -60,6 +60,20 @@ class Recording:
         return all(tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes) for entry in self.graph.inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A part of a minibatch, ready to run."""
+
+    # the tensors of the batch, by name
+    leaves: Mapping[str, torch.Tensor]
+    # the share of the minibatch loss
+    factor: float
+    # the sizes of the symbols of the graph
+    sizes: Mapping[str, int]
+    # the capture that the microbatch follows
+    recording: Recording
+
+
 def _are_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the batch has the tensors that a graph reads, with the same dtypes and numbers of dimensions."""
     return all(entry.name in leaves and _is_kind(entry, leaves[entry.name]) for entry in graph.inputs)

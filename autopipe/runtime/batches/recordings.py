@@ -27,10 +27,9 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.shares import Shares
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
-from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
+from autopipe.runtime.batches.recording import Microbatch, Recording, refuse_other_kinds
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.shares import Divisors, divisors_of, divisors_of_parts, shares_of

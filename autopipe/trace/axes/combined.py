@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 
 from autopipe.ir.teams.axes import (
@@ -16,12 +18,23 @@ from autopipe.ir.teams.axes import (
     LOG_SOFTMAX,
     LOOKED_UP,
     PICKED,
+    Axis,
     Place,
     share,
 )
 
-if TYPE_CHECKING:
-    from autopipe.trace.axes.members import Combination
+
+@dataclass(frozen=True)
+class Combination:
+    """A call whose result comes from all members."""
+
+    node: fx.Node
+    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]  # of each member
+    axis: Axis
+    team: int
+    operand: Place | None  # where the first operand carries the axis
+    seeded: Callable[[], contextlib.AbstractContextManager[None]]  # seeds the call's random draws
 
 
 def cut(whole: Tensor, place: Place, size: int, member: int, team: int) -> Tensor:

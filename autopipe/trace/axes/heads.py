@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopipe.trace.axes.combined import summed
+from autopipe.trace.axes.combined import Combination, summed
 from autopipe.trace.axes.drawn import attention
-
-if TYPE_CHECKING:
-    from autopipe.trace.axes.members import Combination
 
 
 def multihead(combination: Combination) -> list[tuple[Tensor, None]]:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from autopipe import draws
 from autopipe.ir.graph import Graph
 from autopipe.ir.teams.axes import MULTIHEAD, Axis, Place, Rewrite
-from autopipe.trace.axes.combined import COMBINED, cut, entered
+from autopipe.trace.axes.combined import COMBINED, Combination, cut, entered
 from autopipe.trace.axes.drawn import drawn
 from autopipe.trace.axes.find import attribute
 from autopipe.trace.axes.heads import multihead
@@ -180,19 +180,6 @@ class Members:
             elif count:
                 stack.enter_context(draws.at(self._where, position, count))
             yield
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A call whose result comes from all members."""
-
-    node: fx.Node
-    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]  # of each member
-    axis: Axis
-    team: int
-    operand: Place | None  # where the first operand carries the axis
-    seeded: Callable[[], contextlib.AbstractContextManager[None]]  # seeds the call's random draws
 
 
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:

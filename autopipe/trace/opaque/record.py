@@ -18,18 +18,30 @@ from autopipe.trace.record.targets import Call
 if TYPE_CHECKING:
     from autopipe.trace.opaque.choose import Opaque
     from autopipe.trace.opaque.fakes import Fakes
-    from autopipe.trace.record.recorder import Recorder
-    from autopipe.trace.record.writer import Pause
+    from autopipe.trace.record.faked_model import FakedModel
+    from autopipe.trace.record.values import RandomCount
+    from autopipe.trace.record.writer import GraphWriter, Pause
 
 
 class ModuleCalls:
     """Records the calls of modules for a recorder; ``patches`` redirects them here."""
 
-    def __init__(self, recorder: Recorder, fakes: Fakes, pause: Pause) -> None:
+    def __init__(
+        self,
+        faked_model: FakedModel,
+        writer: GraphWriter,
+        random: RandomCount,
+        record: Callable[..., Any],
+        fakes: Fakes,
+        pause: Pause,
+        *,
+        watch: bool,
+    ) -> None:
+        """``record``: the recorder's ``call``. ``watch``: whether draws from outside of torch are refused."""
         self.opaque: Opaque | None = None  # the opaque modules
         self.within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
-        self._recorder, self._fakes, self._pause = recorder, fakes, pause
-        self._writer, self._faked_model = recorder.writer, recorder.faked_model
+        self._writer, self._random, self._record, self._watch = writer, random, record, watch
+        self._fakes, self._pause, self._faked_model = fakes, pause, faked_model
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._paths: dict[int, str] = {}
@@ -62,7 +74,7 @@ class ModuleCalls:
                 "remove torch.jit.script from the model file: the plain module computes the same",
             )
         which = self._calls[path] = self._calls.get(path, -1) + 1
-        if self._recorder.watch:
+        if self._watch:
             self._noting(self.refuse_drawn)
         self._stack.append((path, type(module).__name__, which))
         try:
@@ -74,7 +86,7 @@ class ModuleCalls:
         """Run a function, and record the modules around it if it fails or makes a watched draw."""
         try:
             result = run()
-            if self._recorder.watch:
+            if self._watch:
                 self.refuse_drawn()
         except Exception:
             self.within = self.within or self.around
@@ -91,7 +103,7 @@ class ModuleCalls:
         if getattr(module, "max_norm", None) is not None:
             raise unsupported(f"{path} changes its weight in the forward (max_norm)", "omit max_norm")
         run = self._fakes.module(module, args) or functools.partial(original, module)
-        return self._recorder.call(
+        return self._record(
             lambda a, k: run(*a, **k),
             args,
             kwargs,
@@ -114,13 +126,13 @@ class ModuleCalls:
         parameters = list(module.parameters())
 
         def results(args: Any, kwargs: Any) -> Any:
-            self._recorder.random.count += 1  # one position, however often it draws
+            self._random.count += 1  # one position, however often it draws
             return form.results(args, kwargs, parameters, self._writer.unknown)
 
         inputs = tensors_of(args, kwargs)
         changed = [inputs[place] for place in form.changed if place < len(inputs)]
         changed += [self._faked_model.fake[name] for name in sorted(opaque.written.get(path, ()))]
-        out = self._recorder.call(
+        out = self._record(
             results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed
         )
         node = next(n for n in reversed(self._writer.graph.nodes) if n.op == "call_module" and n.target == path)

@@ -157,7 +157,9 @@ class Recorder(TorchFunctionMode):
         self._pause = Pause()
         self.writer = GraphWriter(faked_model, symbols, self._pause, self._describe)
         self.answers = Answers(self.writer, self._pause, self.notes)
-        self.modules = ModuleCalls(self, self._fakes, self._pause)
+        self.modules = ModuleCalls(
+            faked_model, self.writer, self.random, self.call, self._fakes, self._pause, watch=watch
+        )
 
     @property
     def graph(self) -> fx.Graph:

@@ -19,9 +19,9 @@ from support.schedule_cases import Case, compared
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.runtime import assembly, rows
+from autopipe.runtime.batches.recording import Microbatch
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.checkpoint import state
-from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step import gradients
 from autopipe.runtime.step.reduction import GradientSum

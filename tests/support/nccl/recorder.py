@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopipe.ir.messages import MessagePlan, channels
 from autopipe.ir.schedule import Schedule, ScheduleSpec, StageEdges
 from autopipe.ir.tensor import TensorSpec
-from autopipe.runtime.executor import Executor, Microbatch
+from autopipe.runtime.batches.recording import Microbatch
+from autopipe.runtime.executor import Executor
 from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.transport import distributed, nccl
 from autopipe.runtime.transport.communicators import Communicators

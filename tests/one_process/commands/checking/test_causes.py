@@ -14,7 +14,7 @@ from support.commands import stage_label
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.checking import checking
-from autopipe.commands.steps import Prepared
+from autopipe.commands.prepared import Prepared
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper

@@ -17,8 +17,8 @@ from support.oracle import load as load_file
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for
 from support.resumed import assert_equal, train, with_hooks
 
+from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.steps import Prepared
 from autopipe.commands.store import PlanRecord, Store
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training
 from autopipe.errors import ArtifactError, RunError

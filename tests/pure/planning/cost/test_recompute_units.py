@@ -9,8 +9,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cost.atoms import Atoms
-from autopipe.planning.cost.units import may_run_twice
+from autopipe.planning.cost.atoms import Atoms, may_run_twice
 from autopipe.planning.explain import explain
 
 
