@@ -299,17 +299,3 @@ def rebuilt_module(form: Sequence[Any], tensors: dict[str, Tensor]) -> nn.Module
         module._flat_weights = [module._parameters.get(name) for name in names]
         module._flat_weight_refs = [None] * len(names)
     return module
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.device != b.device:
-        a, b = a.to(CPU), b.to(CPU)
-    if torch.equal(a, b):  # -0.0 equals 0.0, and is another number in a division
-        return not a.is_floating_point() or torch.equal(torch.signbit(a), torch.signbit(b))
-    if not a.is_floating_point() or not bool(torch.isnan(a).any()):
-        return False
-    left, right = (t.contiguous().view(torch.uint8) for t in (a.reshape(-1), b.reshape(-1)))
-    return bool(torch.equal(left, right))

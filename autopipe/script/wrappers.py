@@ -73,6 +73,8 @@ def _as_it_is(function: Any) -> Any:
 
 def _call_uncompiled(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for the call of what ``torch.compile`` has returned for a model."""
+    if any((wrapper._forward_hooks, wrapper._forward_pre_hooks, wrapper._backward_hooks, wrapper._backward_pre_hooks)):
+        raise refused("a hook on what torch.compile has returned", "a hook on the model itself")
     return wrapper._orig_mod(*args, **kwargs)
 
 

@@ -32,11 +32,12 @@ NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
 # needed by a forward in any process
-_FORWARD = {*_BASE, "casts", "draws", "guards", "sequence", "sparse", "strides", "team"}
+_FORWARD = {*_BASE, "bits", "casts", "draws", "guards", "sequence", "sparse", "strides", "team"}
 _RUN = {*_FORWARD, "cores", "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
+    "bits": set(),
     "cores": set(),
     "draws": set(),
     "casts": set(),
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     "schedules": _BASE,
     "planning": {*_BASE, "cores", "schedules"},
     "report": {*_BASE, "schedules", "planning"},
-    "workload": {*_BASE, "draws", "sparse"},
+    "workload": {*_BASE, "bits", "draws", "sparse"},
     "trace": {*_FORWARD, "workload"},
     "measure": {*_BASE, "casts", "draws", "sparse", "strides", "team"},
     "generate": {*_FORWARD, "stage"},

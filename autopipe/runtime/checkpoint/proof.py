@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from autopipe import sparse
+from autopipe.bits import same_bits
 from autopipe.errors import RunError
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.members import own_part, sliced
 from autopipe.runtime.checkpoint.on_disk import NOT_AS_WRITTEN, tensors_on_disk
-from autopipe.runtime.checkpoint.sharing import Sums, as_bytes
+from autopipe.runtime.checkpoint.sharing import Sums
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.training_state.describe import Description, describe
@@ -181,8 +182,7 @@ class _Stored:
 
 
 def _bits_equal(live: torch.Tensor, stored: torch.Tensor) -> bool:
-    expected = stored.to(live.device, live.dtype)
-    return live.shape == expected.shape and torch.equal(as_bytes(live), as_bytes(expected))
+    return same_bits(live, stored.to(live.device, live.dtype))
 
 
 def _shown(value: Any) -> str:

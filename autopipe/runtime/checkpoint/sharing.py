@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from autopipe import sparse
+from autopipe.bits import bytes_of
 from autopipe.errors import RunError
 from autopipe.runtime.step.sharding import divide
 
@@ -55,13 +56,8 @@ class Sums:
 _CHUNK = 1 << 18  # words that are multiplied at once
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor, in the order of its dimensions."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    data = as_bytes(tensor)
+    data = bytes_of(tensor)
     end = data.numel() // 8 * 8
     words = data[:end]
     if words.storage_offset() % 8:

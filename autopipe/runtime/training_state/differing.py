@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopipe import sparse
+from autopipe.bits import same_bits
 from autopipe.runtime.training_state.describe import Description
 from autopipe.runtime.training_state.nodes import Node, kind_of
 
@@ -46,7 +47,7 @@ class _Pair:
             yield from self.groups(one, two, path)
         elif kind in _TENSORS:
             ours, theirs = self.ours.get(one.get("name", "")), self.theirs.get(two.get("name", ""))
-            if ours is not None and theirs is not None and not bits_equal(ours, theirs):
+            if ours is not None and theirs is not None and not same_bits(ours, theirs):
                 yield path, ours, theirs
         elif kind in _SEQUENCES:
             if len(one["items"]) != len(two["items"]):
@@ -104,11 +105,3 @@ def distance(one: Any, two: Any) -> float:
     ours, expected = (sparse.wide(tensor) for tensor in (one, two))
     largest = expected.nan_to_num().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     return float((ours - expected).nan_to_num(float("inf")).abs().max() / largest)
-
-
-def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, NaN included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    other = other.to(one.device)
-    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopipe.bits import same_bits
 from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import StageState
@@ -122,7 +123,7 @@ def tree_for(checkpoint: Checkpoint, training: Training, built: Mapping[str, Nod
 
     def same(first: str, second: str) -> bool:
         read = checkpoint.read([first, second])
-        return torch.equal(read[first], read[second])
+        return same_bits(read[first], read[second])
 
     if not stored:
         raise _misfit(MisfitError("the optimizer", "is not in the checkpoint: it trained nothing"), checkpoint)

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopipe.bits import same_bits
 from autopipe.draws import exclusive
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.training_state.describe import Description, describe
-from autopipe.runtime.training_state.differing import bits_equal
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
@@ -188,7 +188,7 @@ def _refuse_unequal(ours: Description, theirs: Description) -> None:
     """Refuse if a restored state has a different description. Raises: RunError."""
     path = _difference(ours.tree, theirs.tree, "")
     if not path:
-        different = [n for n, t in ours.tensors.items() if not bits_equal(t, theirs.tensors[n])]
+        different = [n for n, t in ours.tensors.items() if not same_bits(t, theirs.tensors[n])]
         path = different[0] if different else ""
     if path:
         raise RunError(

@@ -24,8 +24,8 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from autopipe.bits import same_bits
 from autopipe.script.batches.cutting import Cut
-from autopipe.script.codec import same_bytes
 from autopipe.script.devices import CPU, generators, moved, set_generators
 from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
@@ -145,7 +145,7 @@ class _Trial:
                     sizes = [len(part[name]) for part in parts]
                     pairs = zip(torch.split(value, sizes), torch.split(other[name], sizes), chosen, strict=True)
                     for before, after, replaced in pairs:
-                        same = same_bytes(before.contiguous(), after.contiguous())
+                        same = same_bits(before, after)
                         if not same and not replaced:
                             raise refused(
                                 f"{name} of the model depends on other samples of the batch: parts of the batch would "

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopipe.bits import bytes_of
 from autopipe.script.calls.accesses import Reads, is_read
 from autopipe.script.calls.inside import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
 from autopipe.script.calls.reached import Reached
@@ -299,7 +300,7 @@ def _of_tensor(value: Tensor) -> Hashable:
     ordinary = type(value) is Tensor and value.layout == torch.strided and value.device.type in ("cpu", "cuda")
     if not ordinary or value.requires_grad or value.numel() > _LARGE:
         return ("tensor", id(value), value._version)
-    content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    content = bytes_of(value.cpu()).numpy().tobytes()
     form = (value.dtype, tuple(value.shape), tuple(value.stride()))
     return ("tensor", *form, content if value.numel() <= _SMALL else hash(content))
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from autopipe.bits import same_bits
 from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.accesses import Reads
 from autopipe.script.calls.capture import Program, Recording, record
 from autopipe.script.calls.effects import settle
 from autopipe.script.calls.errors import DoneError, EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import signature_of
-from autopipe.script.codec import UnsendableError, same_bytes
+from autopipe.script.codec import UnsendableError
 from autopipe.script.refusals import place, refused
 from autopipe.script.state.remote import plain
 
@@ -132,7 +133,7 @@ class Programs:
 
 def _same_constants(program: Program) -> bool:
     now = program.recording.capture.constants
-    return all(same_bytes(now[name].detach(), copy) for name, copy in program.recording.constants.items())
+    return all(same_bits(now[name].detach(), copy) for name, copy in program.recording.constants.items())
 
 
 def inside_of(model: nn.Module) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from autopipe.bits import bytes_of
 from autopipe.script.batches.cutting import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
@@ -121,9 +122,7 @@ def _digest_of_generators() -> str:
 
 def _digest(tensor: Tensor) -> str:
     form = f"{tuple(tensor.shape)} {tensor.dtype} "
-    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    plain = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
-    memory: Any = plain.view(torch.uint8).numpy()
+    memory: Any = bytes_of(tensor).numpy()
     return form + hashlib.blake2b(memory, digest_size=16).hexdigest()
 
 

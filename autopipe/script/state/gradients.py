@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopipe.script.codec import same_bytes
+from autopipe.bits import same_bits
 from autopipe.script.state.parked import on_host, plain_of, storage_uses
 
 _OWN_REFERENCES = 3  # the dictionary, the variable of the loop, and the argument of getrefcount
@@ -93,7 +93,7 @@ class Gradients:
         changed: dict[str, Tensor] = {}
         for name, value in self.seen.items():
             copy = self._copies.get(name)
-            if value is not None and (copy is None or not same_bytes(plain_of(value), copy)):
+            if value is not None and (copy is None or not same_bits(plain_of(value), copy)):
                 changed[name] = value
                 self._copies[name] = on_host(value)
         if changed:

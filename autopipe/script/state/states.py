@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopipe.script.codec import same_bytes
+from autopipe.bits import same_bits
 from autopipe.script.state.parked import on_host, plain_of, storage_uses
 
 _OWN_REFERENCES = 3  # the dictionary, the variable of the loop, and the argument of getrefcount
@@ -117,7 +117,7 @@ class States(defaultdict[Any, Any]):
 
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return not same_bytes(plain_of(a), plain_of(b))
+        return not same_bits(plain_of(a), plain_of(b))
     return type(a) is not type(b) or bool(a != b)
 
 

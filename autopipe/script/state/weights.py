@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopipe.script.codec import same_bytes
+from autopipe.bits import same_bits
 from autopipe.script.devices import CPU
 from autopipe.script.refusals import refused
 from autopipe.script.state.parked import is_parked, on_host, park, plain_of, storage_uses
@@ -65,7 +65,7 @@ class Weights:
         for answer in self._ask(["gather"]):
             for name, arrived in answer.items():
                 tensor, value = self._plain(name), plain_of(arrived)
-                if not same_bytes(tensor, value):
+                if not same_bits(tensor, value):
                     tensor.copy_(value)
                 if name in self.copies:
                     self.copies[name].copy_(value)
@@ -85,7 +85,7 @@ class Weights:
             form = (tuple(now.shape), now.stride(), now.dtype)
             if form != self._shapes[name]:
                 raise refused(f"{name} had shape, strides and type {self._shapes[name]} and has now {form}")
-            if not same_bytes(now, copy):
+            if not same_bits(now, copy):
                 if backward and isinstance(self.tensors[name], nn.Parameter):
                     raise refused(f"{name} was changed between a forward and its backward")
                 changed[name] = now

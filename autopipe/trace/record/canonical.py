@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe import sparse
+from autopipe.bits import bytes_of
 from autopipe.trace.explain import type_name
 from autopipe.trace.record.targets import qualified_name
 
@@ -80,6 +81,5 @@ def tensor_digest(tensor: Tensor) -> str:
     state = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if not tensor.is_meta:
         for part in sparse.stored(tensor):
-            flat = part.detach().cpu().contiguous().reshape(-1)
-            state.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            state.update(bytes_of(part.cpu()).numpy().tobytes())
     return state.hexdigest()[:16]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopipe.bits import bytes_of
+
 DIGEST_BYTES = 16
 _COLUMNS = 4096  # words of 8 bytes
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -60,8 +62,7 @@ def _bytes_of(tensor: Tensor) -> Any:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    plain = tensor.as_subclass(Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+    return bytes_of(tensor.as_subclass(Tensor).cpu()).numpy()
 
 
 def _folded(data: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from autopipe.bits import same_bits
 from autopipe.script.codec import (
     UnsendableError,
     Value,
@@ -17,7 +18,6 @@ from autopipe.script.codec import (
     encoded,
     module_form,
     rebuilt_module,
-    same_bytes,
 )
 
 
@@ -64,7 +64,7 @@ def test_nan_and_value_numbers_arrive() -> None:
 )  # fmt: skip
 def test_a_tensor_arrives_with_its_bits_and_strides(tensor: Tensor) -> None:
     arrived = sent(tensor)
-    assert same_bytes(arrived, tensor)
+    assert same_bits(arrived, tensor)
     if tensor.numel() > 100 or tensor.is_contiguous() or tensor.numel() < 50:
         assert arrived.stride() == (tensor.stride() if tensor.shape != (100, 1) else (1, 1))
 
@@ -105,10 +105,10 @@ def test_a_module_is_rebuilt(module: nn.Module) -> None:
     expected = module(*given)
     torch.manual_seed(0)
     for a, b in zip(pytree.tree_leaves(again(*given)), pytree.tree_leaves(expected), strict=True):
-        assert same_bytes(a.detach(), b.detach())
+        assert same_bits(a.detach(), b.detach())
 
 
 def test_zeros_of_other_signs_are_other_bytes() -> None:
-    assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert same_bytes(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
-    assert not same_bytes(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))

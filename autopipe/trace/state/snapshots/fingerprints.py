@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopipe.bits import bytes_of
+
 LARGEST = 65_536  # elements of the largest tensor whose content is compared
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 ITERATORS: tuple[type, ...] = (
@@ -66,8 +68,8 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
         return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         if value.layout == torch.strided and value.numel() <= LARGEST and not value.is_meta:
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
-            return "==", (value.dtype, value.shape, hashlib.sha256(content.detach().numpy().tobytes()).digest())
+            content = bytes_of(value.cpu()).numpy().tobytes()
+            return "==", (value.dtype, value.shape, hashlib.sha256(content).digest())
         return "is", value
     if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= LARGEST:
         return "==", (str(value.dtype), value.shape, value.tobytes())
