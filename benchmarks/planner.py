@@ -1,7 +1,6 @@
 """Compare the planner with PipeDream's optimizer and with brute force, and time the search (``make bench-planner``).
 
-Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. PipeDream's cases are planned as users do it:
-each by the command line in a process of its own, from its start to its end.
+Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. PipeDream's cases are planned by its formulas.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ import csv
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support.pipedream_cases import GOLDEN  # noqa: E402
 
 from autopipe.planning.search import bottleneck, solver  # noqa: E402 - the paths must be set first
+from benchmarks.pipedream.file_format import read_pipedream  # noqa: E402
+from benchmarks.pipedream.model import Machine, plan_layers  # noqa: E402
 from benchmarks.published.pipedream import table  # noqa: E402
 
 
@@ -43,59 +41,36 @@ def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, Any]:
     return best, result
 
 
-def command_of(row: dict[str, str], folder: Path, work: Path) -> list[str]:
-    """Return the command that plans a case, and write its cluster file. Cases without a memory limit get 1 TiB."""
-    memory = "16GB" if "-s 16e9" in row["optimizer_options"] else "1TiB"
-    lines = ['source = "datasheet"', "[device]", 'name = "V100"', f'memory = "{memory}"']
-    for level, (count, bandwidth) in enumerate(
-        zip(row["level_sizes"].split("x"), row["bandwidths_GBps"].split("/"), strict=True)
-    ):
-        lines += ["[[level]]", f'name = "level{level}"', f"count = {count}", f'bandwidth = "{bandwidth}GB/s"']
-        lines += ['latency = "0us"']
-    (work / "cluster.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    replicas = "never" if "--straight_pipeline" in row["optimizer_options"] else "auto"
-    command = [sys.executable, "-m", "autopipe.cli", "plan", "--from-pipedream", str(folder / row["profile"])]
-    return [*command, "--cost-model", "pipedream", "--cluster", "cluster.toml", "--replicas", replicas, "--json"]
-
-
-def fresh(command: list[str], work: Path, repeats: int) -> tuple[float, float, dict[str, Any]]:
-    """Run a command several times; return the least wall seconds, the least CPU seconds, and its document."""
-    walls, processor, document = [], [], {}
-    for _ in range(repeats):
-        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=True)
-        walls.append(time.perf_counter() - start)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        document = json.loads(done.stdout)
-    return min(walls), min(processor), document
-
-
 def golden(folder: Path, repeats: int) -> tuple[dict[str, Any], list[str]]:
-    """Plan every case of PipeDream's table in fresh processes; return the summary, and a table in Markdown."""
+    """Plan every case of PipeDream's table by its formulas; return the summary, and a table in Markdown."""
     with (folder / "golden.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    ratios, worse, lower, slowest = [], 0, 0, {1: 0.0, 2: 0.0, 3: 0.0}
-    most = dict(slowest)
+    ratios, worse, lower, most = [], 0, 0, {1: 0.0, 2: 0.0, 3: 0.0}
     lines = [
-        "| case | cost s | over PipeDream's | wall s | CPU s | PipeDream's CPU s | plan |",
-        "|---|---|---|---|---|---|---|",
+        "| case | cost s | over PipeDream's | CPU s | PipeDream's CPU s | plan |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        with tempfile.TemporaryDirectory() as work:
-            wall, processor, document = fresh(command_of(row, folder, Path(work)), Path(work), repeats)
-        cost, levels = document["predicted"]["step_seconds"], len(row["level_sizes"].split("x"))
+        counts = tuple(int(count) for count in row["level_sizes"].split("x"))
+        bandwidths = tuple(float(value) * 1e9 for value in row["bandwidths_GBps"].split("/"))
+        machine = Machine(counts, bandwidths, 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0)
+        straight = "--straight_pipeline" in row["optimizer_options"]
+        layers = read_pipedream(folder / row["profile"])
+        processor, plan = timed(
+            lambda layers=layers, machine=machine, straight=straight: plan_layers(layers, machine, straight=straight),
+            repeats,
+        )
+        cost, levels = plan.cost_seconds, len(counts)
         theirs, before = float(row["pipedream_predicted_s"] or "nan"), float(row["prototype_cost_s"] or "nan")
-        slowest[levels], most[levels] = max(slowest[levels], wall), max(most[levels], processor)
+        most[levels] = max(most[levels], processor)
         worse += cost > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
         lower += cost < theirs * 0.999
         if row["optimizer_cpu_s"]:
             ratios.append(float(row["optimizer_cpu_s"]) / processor)
-        configuration = "-".join(str(stage["replicas"]) for stage in document["stages"])
         ratio = "" if theirs != theirs else f"{cost / theirs:.4f}"
         lines.append(
-            f"| {row['case']} | {cost:.7f} | {ratio} | {wall:.2f} | {processor:.2f} | {row['optimizer_cpu_s']} "
-            f"| {configuration} |"
+            f"| {row['case']} | {cost:.7f} | {ratio} | {processor:.2f} | {row['optimizer_cpu_s']} "
+            f"| {plan.configuration} |"
         )
         print(lines[-1], flush=True)
     summary = {
@@ -103,8 +78,6 @@ def golden(folder: Path, repeats: int) -> tuple[dict[str, Any], list[str]]:
         "worse than PipeDream or the prototype": worse,
         "lower than PipeDream by 0.1 percent": lower,
         "median of PipeDream's CPU seconds over ours": statistics.median(ratios),
-        "slowest wall seconds, one level of links": slowest[1],
-        "slowest wall seconds, several levels": max(slowest[2], slowest[3]),
         "most CPU seconds, one level of links": most[1],
         "most CPU seconds, several levels": max(most[2], most[3]),
     }
@@ -188,8 +161,8 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"`make bench-planner`; {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, numpy {np.__version__}. Load average of the machine: "
-        f"{results['load'][0]:.1f} at the start, {results['load'][1]:.1f} at the end; wall seconds are longer than on "
-        "an idle machine if it exceeds the number of cores. PipeDream's CPU seconds are those recorded in its table.",
+        f"{results['load'][0]:.1f} at the start, {results['load'][1]:.1f} at the end. "
+        "PipeDream's CPU seconds are those recorded in its table.",
         "",
     ]
     if "published" in results:
@@ -219,7 +192,7 @@ def markdown(results: dict[str, Any]) -> str:
             lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in results[name].items()]
             lines.append("")
     if "cases" in results:
-        lines += ["## Every case, from the start of its process to its end", "", *results["cases"], ""]
+        lines += ["## Every case", "", *results["cases"], ""]
     return "\n".join(lines)
 
 
@@ -229,7 +202,7 @@ def main() -> None:
     beside = GOLDEN if (GOLDEN / "golden.csv").exists() else None
     parser.add_argument("--golden", type=Path, default=beside, help="folder with golden.csv and PipeDream's profiles")
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3, help="processes for each case; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="searches of each case; the fastest counts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"load": [os.getloadavg()[0]]}

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from autopipe.report.results import (
         CheckReport,
         GenerateResult,
-        LayerPlanResult,
         PlanResult,
         ProfileResult,
         Scaling,
@@ -127,39 +126,6 @@ def plan(result: PlanResult) -> dict[str, Any]:
 def links(links: Links | None) -> dict[str, Any]:
     """Return the measured links between two ranks; {} without a measurement."""
     return {} if links is None else {"links": dataclasses.asdict(links)}
-
-
-def layer_plan(result: LayerPlanResult) -> dict[str, Any]:
-    """Return a plan under PipeDream's formulas, with the keys of a plan where they apply."""
-    layers, cost = result.layers, result.plan.cost_seconds
-    position = {name: index for index, name in enumerate(layers.names)}
-    stages = []
-    for index, stage in enumerate(result.plan.stages):
-        own = [position[name] for name in stage.layers]
-        stages.append(
-            {
-                "index": index,
-                "replicas": stage.replicas,
-                "first": stage.layers[0],
-                "last": stage.layers[-1],
-                "layers": stage.layers,
-                "seconds": sum(layers.forward_seconds[k] + layers.backward_seconds[k] for k in own),
-                "parameter_bytes": sum(layers.parameter_bytes[k] for k in own),
-            }
-        )
-    return {
-        "cost_model": "pipedream",
-        "model": result.name,
-        "stages": stages,
-        "configuration": result.plan.configuration,
-        "space": result.plan.space,
-        "predicted": {"step_seconds": cost, "samples_per_second": 1 / cost, "bottleneck_seconds": cost},
-        "single_device_seconds": result.alone_seconds,
-        "data_parallel_seconds": result.parallel_seconds,
-        "cluster": dataclasses.asdict(result.cluster),
-        "planning_seconds": result.planning_seconds,
-        "notes": result.notes,
-    }
 
 
 def scaling(result: Scaling) -> dict[str, Any]:

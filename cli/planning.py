@@ -72,14 +72,6 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
 @click.argument("target", required=False)
 @options.planning
 @options.option(
-    "--from-pipedream", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PipeDream's graph.txt."
-)
-@options.option(
-    "--cost-model",
-    type=types.one_of("cost model", "autopipe", "pipedream"),
-    help="For --from-pipedream: autopipe's costs, or PipeDream's formulas. [default: autopipe]",
-)
-@options.option(
     "--sweep-gpus",
     type=types.SIZES,
     metavar="N,N,...",
@@ -92,8 +84,6 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
 def plan_command(
     terminal: Terminal,
     target: str | None,
-    from_pipedream: Path | None,
-    cost_model: str | None,
     sweep_gpus: tuple[int, ...] | None,
     explain: bool,
     **given: Any,
@@ -105,23 +95,14 @@ def plan_command(
     TARGET's file is code, and it is run. Without TARGET, the plan is made from the stored profile and no model file is
     read, which also works for devices of other machines (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With
     --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
-    a CPU, and TARGET is counted and not measured if this machine has no GPU. --from-pipedream plans a profile in
-    PipeDream's format. It writes nothing, and neither does --sweep-gpus.
+    a CPU, and TARGET is counted and not measured if this machine has no GPU. --sweep-gpus writes nothing.
     """
     settings = options.plan_settings(target, given)
     if sweep_gpus is not None:
-        if from_pipedream is not None or given["gpus"] is not None:
-            raise click.UsageError("--sweep-gpus excludes --gpus and --from-pipedream")
+        if given["gpus"] is not None:
+            raise click.UsageError("--sweep-gpus excludes --gpus")
         _sweep(terminal, settings, sweep_gpus)
         return
-    if from_pipedream is not None:
-        if target is not None:
-            raise click.UsageError("TARGET and --from-pipedream exclude each other; give one")
-        _refuse_without_effect(cost_model or "autopipe")
-        _plan_pipedream(terminal, settings, from_pipedream, cost_model or "autopipe", explain)
-        return
-    if cost_model is not None:
-        raise click.UsageError("--cost-model is for --from-pipedream")
     launching.fork_early(terminal, for_gpus=True)
     with terminal.progress() as progress:
         result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
@@ -165,50 +146,6 @@ def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) 
     terminal.notes(result.notes)
     terminal.table(*plans.scaling(result))
     terminal.document("plan", documents.scaling(result))
-
-
-# the options that --from-pipedream uses: its own, those of the output, and with autopipe's costs those of the schedule
-_OF_FOREIGN = ("from_pipedream", "cost_model", "gpus", "cluster", "gpu_memory", "link", "replicas", "work_dir")
-_OF_OUTPUT = ("json", "verbose", "quiet", "debug")
-_OF_OUR_COSTS = (
-    "batch_size", "schedule", "num_microbatches", "microbatch_size", "recompute", "vertical_sync", "stages_per_rank",
-    "warmup_depth", "schedule_file", "explain",
-)  # fmt: skip
-
-
-def _refuse_without_effect(cost_model: str) -> None:
-    """Refuse options that were typed and have no effect. A settings file may contain them for other commands.
-
-    Raises: click.UsageError.
-    """
-    context = click.get_current_context()
-    ours = cost_model == "autopipe"
-    known = _OF_FOREIGN + _OF_OUTPUT + (_OF_OUR_COSTS if ours else ())
-    typed = [
-        max(param.opts, key=len)
-        for param in context.command.params
-        if param.name is not None
-        and param.name not in known
-        and context.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if typed:
-        of = "--from-pipedream" if ours else "--cost-model pipedream"
-        raise click.UsageError(f"{', '.join(typed)} would have no effect with {of}; omit it")
-
-
-def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost_model: str, explain: bool) -> None:
-    from autopipe.commands.planning import foreign
-    from autopipe.report import plans
-
-    if cost_model == "pipedream":
-        result = foreign.plan_layers_with_their_formulas(settings, path)
-        terminal.notes(result.notes)
-        terminal.table(*plans.layer_plan(result))
-        terminal.document("plan", documents.layer_plan(result))
-        return
-    with terminal.progress() as progress:
-        plan = foreign.plan_layers_with_our_costs(settings, path, progress, explained=explain)
-    _show(terminal, plan)
 
 
 @click.command("generate")

@@ -13,7 +13,7 @@ from autopipe.units import in_bandwidth, in_bytes, in_seconds
 if TYPE_CHECKING:
     from autopipe.ir.cluster import Level, Links
     from autopipe.planning import Comparison, Explanation
-    from autopipe.report.results import LayerPlanResult, Scaling
+    from autopipe.report.results import Scaling
 
 BAR = 50
 
@@ -58,43 +58,6 @@ def comparison(comparison: Comparison | None) -> tuple[Any, ...]:
 def explanation(explanation: Explanation | None) -> tuple[str, ...]:
     """Return the reasons for the cuts, one per line; () without an explanation."""
     return () if explanation is None else ("why:", *(f"  {line}" for line in explanation.lines()))
-
-
-def layer_plan(result: LayerPlanResult) -> tuple[Any, ...]:
-    """Return the stages of a plan under PipeDream's formulas, and its cost next to one device and data parallelism."""
-    plan, layers = result.plan, result.layers
-    position = {name: index for index, name in enumerate(layers.names)}
-    table = Table(
-        title=f"{result.name}: {plan.configuration} ({plan.space}), PipeDream's formulas",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-    )
-    for name in ("stage", "layers"):
-        table.add_column(name, overflow="fold")
-    for name in ("devices", "number of layers", "a minibatch", "parameters"):
-        table.add_column(name, justify="right")
-    for index, stage in enumerate(plan.stages):
-        own = [position[name] for name in stage.layers]
-        table.add_row(
-            str(index),
-            f"{stage.layers[0]} .. {stage.layers[-1]}",
-            str(stage.replicas),
-            str(len(own)),
-            in_seconds(sum(layers.forward_seconds[k] + layers.backward_seconds[k] for k in own)),
-            in_bytes(sum(layers.parameter_bytes[k] for k in own)),
-        )
-    cost = plan.cost_seconds
-    return (
-        table,
-        f"predicted: {in_seconds(cost)} a minibatch; one device {in_seconds(result.alone_seconds)} "
-        f"({_speed(result.alone_seconds / cost)}), data parallel {in_seconds(result.parallel_seconds)} "
-        f"({_speed(result.parallel_seconds / cost)})",
-    )
-
-
-def _speed(ratio: float) -> str:
-    return f"the plan is slower: {ratio:.2f}x" if ratio < 1 else f"{ratio:.2f} times as fast"
 
 
 def scaling(scaling: Scaling) -> tuple[Any, ...]:

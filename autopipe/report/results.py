@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
-
-if TYPE_CHECKING:  # most commands do not load it
-    from autopipe.planning.pipedream.file_format import LayerGraph
-    from autopipe.planning.pipedream.model import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +36,6 @@ class PlanResult:
     comparison: Comparison | None = None  # None if it was interrupted
     explanation: Explanation | None = None  # None if it was not requested
     question: str = ""  # why no run uses the plan, or "": it is for devices that this machine does not have
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlanResult:
-    """A plan under PipeDream's formulas."""
-
-    name: str
-    layers: LayerGraph
-    plan: LayerPlan
-    cluster: Cluster
-    alone_seconds: float  # of a minibatch on one device
-    parallel_seconds: float  # of a minibatch under data parallelism
-    planning_seconds: float
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,11 @@ class Controller:
         grad = torch.is_grad_enabled()
         if grad and any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))):
             raise refused("an input of the model needs a gradient")
+        if self.ranks is not None and (place_now := next(self.model.parameters()).device) != self.device:
+            if grad:
+                wrong = f"the model was on {self.device} at its first training call, and is on {place_now} now"
+                raise refused(wrong, "call it under torch.no_grad() there")
+            return self._here(args, kwargs)
         if contains_lazy((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: value_of(v) if isinstance(v, Lazy) else v, (args, kwargs))
         if grad and self.parts is not None:

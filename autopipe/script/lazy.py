@@ -20,8 +20,9 @@ from autopipe.script.codec import UnsendableError, Value
 from autopipe.script.devices import generators, moved, parsed
 from autopipe.script.refusals import refused
 from autopipe.script.state.metadata import METADATA, METADATA_CALLS
-from autopipe.script.state.parked import fake_like, is_parked, plain_of
+from autopipe.script.state.parked import is_parked, plain_of
 from autopipe.script.state.remote import is_remote, tracked
+from autopipe.trace.record.fakes import fake_like
 from autopipe.trace.record.targets import property_name, written
 from autopipe.trace.record.values import RandomCount
 

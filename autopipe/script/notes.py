@@ -57,6 +57,12 @@ class Notes:
             self._seen_here.add(why)
             self.say(f"the call at {where} runs here, on gathered weights: {why}")
 
+    def once(self, text: str) -> None:
+        """Write one line, if it was not written before."""
+        if text not in self._seen_here:
+            self._seen_here.add(text)
+            self.say(text)
+
     def whole(self, name: str) -> None:
         """Count a step of a model that runs in the script's process; name it once."""
         self._whole += 1

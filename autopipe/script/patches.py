@@ -272,7 +272,7 @@ class Patches:
                 remote.controller.regions.end()
 
         torch.clear_autocast_cache = cleared
-        wrappers.install(self.notes.say)
+        wrappers.install(self.notes.once)
 
 
 def _show_one_device() -> None:

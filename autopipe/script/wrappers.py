@@ -41,6 +41,10 @@ def install(say: Callable[[str], None]) -> None:
 
     @functools.wraps(compile_)
     def compiled(model: Any = None, **options: Any) -> Any:
+        if callable(model) and not isinstance(model, nn.Module):
+            name = getattr(model, "__qualname__", type(model).__name__)
+            say(f"torch.compile: {name} is not compiled, only modules are")
+            return model
         result: Any = compile_(model, **options)
         if isinstance(model, nn.Module) and result is not model:
             _note_compiled(model, options, say)
@@ -49,7 +53,7 @@ def install(say: Callable[[str], None]) -> None:
         return result
 
     def compile_in_place(model: nn.Module, **options: Any) -> None:
-        compile_(model.forward, **options)  # it checks the options
+        compile_(nn.Identity(), **options)  # it checks the options
         _note_compiled(model, options, say)
 
     torch.compile, module.compile = compiled, compile_in_place

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.planning.pipedream.file_format import read_pipedream
-from autopipe.planning.pipedream.model import Machine, data_parallel_seconds, plan_layers
+from benchmarks.pipedream.file_format import read_pipedream
+from benchmarks.pipedream.model import Machine, data_parallel_seconds, plan_layers
 
 # counts and bytes per second by link level, innermost first
 CLUSTERS = {

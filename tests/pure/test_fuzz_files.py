@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import tomllib
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from support.mutations import FUZZING, as_json, damaged, mutated
 from support.planning_cases import CLUSTER_FILE, cluster_of, profile_of, random_graph
 
@@ -27,8 +25,6 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cluster_file import parse_cluster, read_cluster
-from autopipe.planning.pipedream.file_format import read_pipedream
-from autopipe.planning.pipedream.profile import profile_of_layers
 from autopipe.planning.requests import PlanRequest
 from autopipe.runtime.job import Job
 
@@ -297,38 +293,3 @@ def test_changed_bytes_of_a_cluster_file_never_cause_a_traceback(folder: Path) -
 def test_an_impossible_cluster_is_refused(folder: Path, text: str) -> None:
     (folder / "cluster.toml").write_text(text)
     assert refused(lambda: read_cluster(folder / "cluster.toml"))
-
-
-def test_a_changed_pipedream_profile_is_read_or_refused(folder: Path) -> None:
-    path = folder / "graph.txt"
-
-    @FUZZING
-    @given(damaged(GRAPH_TXT.encode()) | st.permutations(GRAPH_TXT.splitlines()).map(lambda x: "\n".join(x).encode()))
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        value: list[Any] = []
-        if not refused(lambda: value.append(read_pipedream(path))):
-            refused(lambda: profile_of_layers(value[0], "graph.txt"))
-
-    check()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        GRAPH_TXT + "\tnode4 -- node2\n",  # a cycle
-        GRAPH_TXT + "\tnode4 -- node4\n",
-        GRAPH_TXT.replace("=1.500", "=1e999"),
-        GRAPH_TXT.replace("=80.000", "=1" + "0" * 400),
-        GRAPH_TXT.replace("node3 --", "node2 --"),
-    ],
-)
-def test_an_impossible_pipedream_profile_is_refused(folder: Path, text: str) -> None:
-    (folder / "graph.txt").write_text(text)
-    assert refused(lambda: profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt"))
-
-
-def test_a_layer_may_have_the_name_of_the_batch(folder: Path) -> None:
-    (folder / "graph.txt").write_text(GRAPH_TXT.replace("node2", "batch"))
-    profile = profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt")
-    assert dataclasses.asdict(profile.graph.inputs[0])["name"] == "batch_"

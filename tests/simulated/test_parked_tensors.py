@@ -12,7 +12,12 @@ SCRIPT = Path(__file__).parents[1] / "support" / "simulated" / "parked_trials.py
 
 
 @pytest.mark.parametrize(
-    "trial", ["memory_says_the_device_while_a_tensor_has_it", "a_fake_result_has_no_part_in_the_memory"]
+    "trial",
+    [
+        "memory_says_the_device_while_a_tensor_has_it",
+        "a_fake_result_has_no_part_in_the_memory",
+        "a_parameter_is_written_and_copied_as_on_the_device",
+    ],
 )
 def test_a_trial_holds(trial: str, tmp_path: Path) -> None:
     needed()

@@ -15,14 +15,18 @@ MODES = (
     *("plain", "noise", "autocast", "autocast scaler", "fused scaler", "fused infinite scaler", "infinite scaler"),
     *("clipping", "clipping scaler", "evaluation", "dropout", "drawn from outputs", "moved"),
 )
-CASES = {**{mode: ("gpu/classes.py", (mode,)) for mode in MODES}, "images": ("gpu/images_on_a_gpu.py", ())}
+CASES = {
+    **{mode: ("gpu/classes.py", (mode,)) for mode in MODES},
+    "images": ("gpu/images_on_a_gpu.py", ()),
+    "moved back": ("gpu/moved_back.py", ()),
+}
 PLACES = (
     *("optimizer first", "inside of a device", "empty", "empty on the host", "initialized there", "back and forth"),
     *("copied", "loaded", "loaded by assignment", "frozen", "trained by hand first", "of two", "numbers of the host"),
     "alias",
 )
 SOONER = {
-    *((name, 2) for name in ("autocast scaler", "drawn from outputs", "moved", "images")),
+    *((name, 2) for name in ("autocast scaler", "drawn from outputs", "moved back", "images")),
     ("dropout", 3),
 }
 

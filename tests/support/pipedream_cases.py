@@ -7,7 +7,7 @@ import csv
 import itertools
 from pathlib import Path
 
-from autopipe.planning.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.file_format import LayerGraph
 
 GOLDEN = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "pipedream"
 

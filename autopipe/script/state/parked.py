@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autopipe.script.devices import CPU
 from autopipe.script.refusals import from_a_library
 from autopipe.script.state.metadata import KEPT, MEMORY, METADATA, METADATA_CALLS, MOVES, VIEWS
-from autopipe.trace.record.fakes import PARKED, in_fake_mode
+from autopipe.trace.record.fakes import PARKED, fake_like, in_fake_mode
 from autopipe.trace.record.targets import property_name
 
 before_write: list[Callable[[Tensor], None]] = []
@@ -254,20 +254,6 @@ def _moved(tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
     return memory.copy_(plain_of(tensor))
 
 
-def fake_like(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory of the same form, on the device that a tensor is on or says."""
-    family = family_of(tensor)
-    device = tensor.device if family is None else family.device
-    with torch._C.DisableTorchFunctionSubclass(), _fakes():
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _fakes() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _on_copies(func: Any, args: Any, kwargs: Any, leaf_of: Callable[[Tensor], Tensor] | None) -> Any:
     """Run a function on copies of parked tensors; those that it changes, or lets escape, become their memory."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -337,6 +323,13 @@ class ParkedParameter(_Parked, nn.Parameter):  # type: ignore[misc]  # both clas
 class ParkedTensor(_Parked, Tensor):  # type: ignore[misc]  # both classes may be copied
     """Another tensor that is parked: a buffer, or an alias of a parameter."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. ``nn.Parameter(tensor)`` marks an alias of a tensor of a class of its own."""
+        if name == "_is_param" and value:
+            self.__class__ = ParkedParameter  # type: ignore[assignment]  # of the same memory layout
+        else:
+            super().__setattr__(name, value)
+
 
 def shown(tensor: Tensor) -> Tensor:
     """Return an ordinary tensor on the device with the values of a parked one, to be printed or compared."""
@@ -372,7 +365,8 @@ def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     new = nn.Parameter(host, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else host.detach()
     new.requires_grad_(tensor.requires_grad)
     memo[id(tensor)] = new
-    vars(new).update(copy.deepcopy({key: value for key, value in vars(tensor).items() if key != PARKED}, memo))
+    if not isinstance(tensor, nn.Parameter):  # whose copies have no attributes
+        vars(new).update(copy.deepcopy({key: value for key, value in vars(tensor).items() if key != PARKED}, memo))
     _set(new, host, Family(family.device, streams=family.streams))
     return new
 
@@ -382,13 +376,15 @@ def reduced(tensor: Any, protocol: Any) -> Any:
 
     See ``parking`` for the name.
     """
-    family, kind = vars(tensor).pop(PARKED), tensor.__class__
+    attributes, kind = vars(tensor), tensor.__class__
+    family = attributes.pop(PARKED)
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     try:
-        return tensor.__reduce_ex__(protocol)
+        rebuild, values = tensor.__reduce_ex__(protocol)
+        return rebuild, tuple(dict(value) if value is attributes else value for value in values)
     finally:
         tensor.__class__ = kind
-        vars(tensor)[PARKED] = family
+        attributes[PARKED] = family
 
 
 def device_of_storage(storage: Any) -> str | None:

@@ -15,12 +15,12 @@ from autopipe.script.state.parked import (
     ParkedParameter,
     ParkedTensor,
     device_of_storage,
-    fake_like,
     is_parked,
     plain_of,
     storage_uses,
 )
 from autopipe.script.state.remote import RemoteBuffer, RemoteParameter
+from autopipe.trace.record.fakes import fake_like
 from autopipe.trace.record.targets import property_name
 
 _TAGGER = 5

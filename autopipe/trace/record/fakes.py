@@ -65,3 +65,10 @@ def _ordinary(tensor: Tensor) -> bool:
 def in_fake_mode() -> bool:
     """Return whether functions run on fake tensors, which stand for real ones and share no memory with them."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory of the same form, on the device that a tensor is on or says."""
+    device = vars(tensor)[PARKED].device if PARKED in vars(tensor) else tensor.device
+    with torch._C.DisableTorchFunctionSubclass(), FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

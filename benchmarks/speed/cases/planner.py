@@ -1,19 +1,21 @@
-"""(g) The planner as a user meets it: fresh processes of ``autopipe plan --from-pipedream``."""
+"""(g) The planner as a user meets it: fresh processes of ``autopipe plan`` with PipeDream's published profiles."""
 
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopipe.ir import artifact
+from benchmarks.pipedream.profile import profile_from_pipedream
 from benchmarks.speed.case import Options
 from benchmarks.speed.running import AUTOPIPE, execute
-from benchmarks.speed.spread import verdict
 
-BARS = {1: 1.0, 2: 3.0}  # levels -> seconds
-COSTS = ("autopipe", "pipedream")  # values of --cost-model: a plan of ours, or PipeDream's formulas
+LEVELS = (1, 2)
+SAMPLES = 4  # in a minibatch, for each device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def golden_cases(folder: Path) -> list[Golden]:
         counts = tuple(int(count) for count in row["level_sizes"].split("x"))
         case = Golden(row["profile"], counts, tuple(row["bandwidths_GBps"].split("/")))
         before = largest.get((case.profile, case.levels))
-        if case.levels in BARS and (before is None or sum(counts) > sum(before.counts)):
+        if case.levels in LEVELS and (before is None or sum(counts) > sum(before.counts)):
             largest[case.profile, case.levels] = case
     return list(largest.values())
 
@@ -58,25 +60,26 @@ class Planner:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.seconds: dict[tuple[Golden, str], list[float]] = {}  # case, cost model -> of each round
+        self.seconds: dict[Golden, list[float]] = {}  # of each round
         self.cases = golden_cases(options.golden) if options.golden is not None else []
         if options.quick:
             self.cases = self.cases[:1]
 
     def round(self, number: int) -> None:
-        """Plan every case once by each cost model."""
+        """Plan every case once."""
         for case in self.cases:
-            for costs in COSTS:
-                self.seconds.setdefault((case, costs), []).append(self._plan(case, costs))
+            self.seconds.setdefault(case, []).append(self._plan(case))
 
-    def _plan(self, case: Golden, costs: str) -> float:
+    def _plan(self, case: Golden) -> float:
         folder = self.options.folder / f"golden-{Path(case.profile).stem}-{case.levels}"
         folder.mkdir(exist_ok=True)
         (folder / "cluster.toml").write_text(case.cluster(), encoding="utf-8")
         assert self.options.golden is not None
-        words = ["plan", "--from-pipedream", str(self.options.golden / case.profile), "--cluster", "cluster.toml"]
+        artifact.save(profile_from_pipedream(self.options.golden / case.profile), folder / "work" / "profile.json")
+        batch = str(SAMPLES * math.prod(case.counts))
+        words = ["plan", "--cluster", "cluster.toml", "--batch-size", batch, "--work-dir", "work"]
         begin = time.perf_counter()
-        execute([AUTOPIPE, *words, "--cost-model", costs, "--work-dir", str(folder / costs)], folder)
+        execute([AUTOPIPE, *words], folder)
         return time.perf_counter() - begin
 
     def lines(self) -> list[str]:
@@ -84,16 +87,12 @@ class Planner:
         if not self.cases:
             return ["Not measured: no folder with PipeDream's published profiles (`--golden FOLDER`)."]
         lines = [
-            "Wall seconds of `autopipe plan --from-pipedream FILE --cluster FILE`, from its start to its end, by",
-            "both cost models: `autopipe`, the default, chooses the schedule too; `pipedream` is the problem of the",
-            "golden cases, to which the bars belong. `make bench-planner` plans all of them.",
+            "Wall seconds of `autopipe plan --cluster FILE` from a stored profile, from its start to its end.",
             "",
-            "| profile | machine | costs | median, s | bar |",
-            "|---|---|---|---|---|",
+            "| profile | machine | median, s |",
+            "|---|---|---|",
         ]
-        for (case, costs), seconds in self.seconds.items():
-            middle = statistics.median(seconds)
-            bar = verdict(middle, BARS[case.levels], at_least=False) if costs == COSTS[1] else ""
+        for case, seconds in self.seconds.items():
             machine = "x".join(map(str, case.counts))
-            lines.append(f"| {Path(case.profile).stem} | {machine} | {costs} | {middle:.2f} | {bar} |")
+            lines.append(f"| {Path(case.profile).stem} | {machine} | {statistics.median(seconds):.2f} |")
         return lines

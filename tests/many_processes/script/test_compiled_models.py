@@ -39,3 +39,4 @@ def test_a_compiler_that_does_nothing_changes_no_bit(tmp_path: Path) -> None:
     assert staged.code == 0, staged.errors
     assert staged.output == plain.output
     assert NOTE not in staged.errors
+    assert "torch.compile: loss_of is not compiled, only modules are" in staged.errors

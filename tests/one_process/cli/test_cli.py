@@ -65,7 +65,7 @@ def test_help_of_commands_that_load_a_model_file_says_that_its_code_runs(run, na
     {
         "profile": "--device --microbatch-sizes --arg --input --loss --data --eval-data --optimizer --lr --json",
         "plan": "--gpus --batch-size --schedule --cluster --gpu-memory --link --microbatch-size --recompute "
-        "--from-pipedream --explain --json",
+        "--explain --json",
         "check": "--gpus --schedule --steps --json",
         "simulate": "--schedule --json",
         "train": "--gpus --schedule --device --batch-size --num-microbatches --steps --epochs --seed --lr --precision "

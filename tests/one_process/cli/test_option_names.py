@@ -14,7 +14,7 @@ from autopipe.commands import options as table
 OUTPUT = {"json", "verbose", "quiet", "debug", "help"}
 COMMANDS = {
     "profile": (table.ProfileOptions, Pipeline.profile, {"links", "target"}),
-    "plan": (table.PlanOptions, Pipeline.plan, {"target", "from_pipedream", "cost_model", "sweep_gpus"}),
+    "plan": (table.PlanOptions, Pipeline.plan, {"target", "sweep_gpus"}),
     "generate": (None, Pipeline.generate, {"work_dir"}),
     "simulate": (table.SimulateOptions, Pipeline.simulate, set()),
     "check": (table.CheckOptions, Pipeline.check, {"target"}),

@@ -18,15 +18,6 @@ from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWor
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import baselines
 
-PIPEDREAM = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.0
-node2 -- Conv2d(3, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=4000000.0, parameter_size=4000.0
-node3 -- Conv2d(64, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=40000.0, parameter_size=4000.0
-node4 -- Linear(4096) -- forward_compute_time=10.000, backward_compute_time=20.000, activation_size=4000.0, parameter_size=400000000.0
-\tnode1 -- node2
-\tnode2 -- node3
-\tnode3 -- node4
-"""  # noqa: E501 - the format has one line a layer
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -267,55 +258,13 @@ def test_a_sweep_refuses_contradicting_options(run):
     assert "--sweep-gpus excludes --gpus" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
 
 
-@pytest.fixture
-def graph():
-    Path("graph.txt").write_text(PIPEDREAM)
-    return "graph.txt"
-
-
-def test_a_pipedream_profile_is_planned_with_its_own_formulas(run, graph):
-    given = ("--from-pipedream", graph, "--cost-model", "pipedream", "--gpus", "4", "--link", "1GB/s")
-    answer = document(run(*given, "--json"))
-    # the linear layer alone on one device: 30 ms; both convolutions on three: 180 / 3 ms and their weights
-    assert answer["configuration"] == "3-1"
-    assert [stage["layers"] for stage in answer["stages"]] == [["node2", "node3"], ["node4"]]
-    assert answer["predicted"]["step_seconds"] == pytest.approx(0.06 + 4 * 2 * 8e3 / 3 / 1e9 / 3)
-    assert answer["single_device_seconds"] == pytest.approx(0.21)
-    assert answer["predicted"]["step_seconds"] < answer["data_parallel_seconds"]
-    shown = run(*given).stdout
-    assert "graph.txt: 3-1" in shown
-    assert "3.50 times as fast" in shown
-
-
-def test_a_pipedream_profile_is_planned_with_autopipes_cost_model(run, graph):
-    # at 1GB/s four replicas are faster: most of the gradient reduction overlaps with the last backward
-    given = ("--from-pipedream", graph, "--gpus", "4", "--link", "200MB/s", "--batch-size", "64")
-    answer = document(run(*given, "--explain", "--json"))
-    assert [stage["replicas"] for stage in answer["stages"]] == [3, 1]
-    assert answer["path"] is None
-    assert answer["num_microbatches"] == 64
-    assert len(answer["comparison"]["contenders"]) == 4
-    assert "best plan" in run(*given).stdout
-    assert not Path(".autopipe/plan.json").exists()
-
-
-def test_replicas_never_is_a_straight_pipeline_under_both_cost_models(run, graph):
-    for model in ("autopipe", "pipedream"):
-        given = ("--from-pipedream", graph, "--gpus", "2", "--replicas", "never", "--cost-model", model)
-        assert {stage["replicas"] for stage in document(run(*given, "--json"))["stages"]} == {1}
-
-
 @pytest.mark.parametrize(
     ("args", "code", "shown"),
     [
-        (("model.py", "--from-pipedream", "graph.txt", "--gpus", "2"), 2, "TARGET and --from-pipedream exclude"),
-        (("--gpus", "2", "--cost-model", "pipedream"), 2, "--cost-model is for --from-pipedream"),
-        (("--from-pipedream", "graph.txt"), 1, "the number of devices is not known"),
-        (("--from-pipedream", "graph.txt", "--gpus", "3", "--cluster", "c.toml"), 1, "describes 2 devices"),
         (("--gpus", "2", "--cluster", "c.toml", "--device-name", "H100-SXM"), 2, "exclude each other"),
     ],
 )
-def test_contradicting_options_are_named(run, graph, args, code, shown):
+def test_contradicting_options_are_named(run, args, code, shown):
     Path("c.toml").write_text('[[level]]\ncount = 2\nbandwidth = "1GB/s"\n')
     assert shown in run(*args, code=code).stderr
 

@@ -22,12 +22,12 @@ from support.planning_cases import replicated_case
 from autopipe.errors import PlanError
 from autopipe.ir.artifact import canonical
 from autopipe.planning import make_plan
-from autopipe.planning.pipedream import model
-from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.flat import FlatSearch
-from autopipe.planning.pipedream.placed import PlacedSearch
-from autopipe.planning.pipedream.states import States
 from autopipe.planning.search import bottleneck
+from benchmarks.pipedream import model
+from benchmarks.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.flat import FlatSearch
+from benchmarks.pipedream.placed import PlacedSearch
+from benchmarks.pipedream.states import States
 
 MACHINES = [(1,), (3,), (4,), (7,), (2, 2), (3, 2), (2, 3), (3, 3), (1, 2), (2, 1), (2, 2, 2), (2, 2, 3)]
 
@@ -151,7 +151,7 @@ def test_replicas_are_searched_as_by_loops(block, monkeypatch):
 def printed_plans(hash_seed: str) -> str:
     code = (
         "from pure.planning.test_loops import case, planned\n"
-        "from autopipe.planning.pipedream import model\n"
+        "from benchmarks.pipedream import model\n"
         "for seed in range(100):\n"
         "    graph, machine, straight = case(seed)\n"
         "    print(model.plan_layers(graph, machine, straight=straight))\n"

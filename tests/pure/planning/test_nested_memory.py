@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from pathlib import Path
 
 import pytest
-from support.commands import Commands
-from support.pipedream_cases import GOLDEN, golden_rows, random_layers
+from support.pipedream_cases import random_layers
 
-from autopipe.planning.pipedream import model as pipedream_model
-from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.model import Machine, plan_layers
+from benchmarks.pipedream import model as pipedream_model
+from benchmarks.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.model import Machine, plan_layers
 
 
 def chain(rng: random.Random, count: int) -> LayerGraph:
@@ -95,46 +93,3 @@ def test_a_nested_plan_under_a_memory_limit_is_optimal(seed):
     assert best is not None
     assert best.cost_seconds == pytest.approx(expected, rel=1e-8)
     assert plan_layers(graph, machine).cost_seconds <= expected * (1 + 1e-8)
-
-
-def by_command(row: dict[str, str], folder: Path) -> dict:
-    """Plan a published case as a user would: with a cluster file whose devices have a memory size.
-
-    If PipeDream's optimizer had no limit, the size is one that its plan keeps: some plans need more than 16 GiB.
-    """
-    memory = "16GB" if "-s 16e9" in row["optimizer_options"] else "1TiB"
-    levels = zip(row["level_sizes"].split("x"), row["bandwidths_GBps"].split("/"), strict=True)
-    text = 'source = "datasheet"\n[device]\nname = "V100"\nmemory = "' + memory + '"\n'
-    for number, (count, bandwidth) in enumerate(levels):
-        text += f'[[level]]\nname = "level{number}"\ncount = {count}\nbandwidth = "{bandwidth}GB/s"\nlatency = "0us"\n'
-    (folder / "cluster.toml").write_text(text)
-    words = ["plan", "--from-pipedream", str(GOLDEN / row["profile"]), "--cost-model", "pipedream"]
-    words += ["--cluster", "cluster.toml", "--replicas", "never" if straight(row) else "auto"]
-    with Commands(folder) as commands:
-        return commands.document(*words)
-
-
-def straight(row: dict[str, str]) -> bool:
-    return "--straight_pipeline" in row["optimizer_options"]
-
-
-def several_levels(row: dict[str, str]) -> bool:
-    return "x" in row["level_sizes"]
-
-
-def cases() -> list:
-    """Return the published cases; those with one level of links are slow tests."""
-    rows = [row for row in golden_rows() if row["pipedream_predicted_s"]]
-    slow = pytest.mark.slow
-    return [pytest.param(row, id=row["case"], marks=() if quick(row) else slow) for row in rows]
-
-
-def quick(row: dict[str, str]) -> bool:
-    return several_levels(row) and row["model"] == "resnet50"
-
-
-@pytest.mark.parametrize("row", cases() or [pytest.param({}, marks=pytest.mark.skip("no published profiles here"))])
-def test_a_published_case_is_planned_at_least_as_well_as_by_pipedream(row, tmp_path):
-    document = by_command(row, tmp_path)
-    theirs = float(row["pipedream_predicted_s"])
-    assert document["predicted"]["step_seconds"] <= theirs * (1 + 1e-8) + 5e-10

@@ -8,8 +8,8 @@ import pytest
 from support.pipedream_cases import GOLDEN, TEXT, cut_bytes, golden_rows, random_layers, stage_sums
 
 from autopipe.errors import PlanError
-from autopipe.planning.pipedream.file_format import parse_pipedream, read_pipedream
-from autopipe.planning.pipedream.model import Machine, data_parallel_seconds, plan_layers
+from benchmarks.pipedream.file_format import parse_pipedream, read_pipedream
+from benchmarks.pipedream.model import Machine, data_parallel_seconds, plan_layers
 
 
 def test_the_reader_takes_lists_stage_ids_and_edges_indented_by_spaces_and_drops_inputs():

@@ -196,6 +196,12 @@ def compiled():
     torch.compile(model, backend="aot_eager")
 
 
+def hook_on_compiled():
+    wrapper = torch.compile(model, backend="eager")
+    wrapper.register_forward_hook(lambda *_: None)
+    wrapper(data)
+
+
 def gradient_of_output():
     model(data).retain_grad()
 

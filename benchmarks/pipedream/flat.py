@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.planning.pipedream.states import States
+from benchmarks.pipedream.states import States
 
 Array = Any
 Stages = list[tuple[int, int, int]]

@@ -7,8 +7,8 @@ from pathlib import Path
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
-from autopipe.planning.pipedream.file_format import LayerGraph, read_pipedream
-from autopipe.planning.pipedream.states import Dag
+from benchmarks.pipedream.file_format import LayerGraph, read_pipedream
+from benchmarks.pipedream.states import Dag
 
 
 def profile_from_pipedream(path: Path, *, samples: int = 1, deep: bool = True) -> Profile:

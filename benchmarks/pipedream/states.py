@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.errors import PlanError
-from autopipe.planning.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.file_format import LayerGraph
 
 Floats = npt.NDArray[np.float64]
 

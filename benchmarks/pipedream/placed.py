@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.planning.pipedream.flat import FlatSearch, Stages
-from autopipe.planning.pipedream.states import States
+from benchmarks.pipedream.flat import FlatSearch, Stages
+from benchmarks.pipedream.states import States
 
 Array = Any
 MOST_T = 1e6  # times the least T: no plan is that slow

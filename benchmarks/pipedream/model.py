@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.errors import InternalError, PlanError
-from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.flat import FlatSearch, Stages
-from autopipe.planning.pipedream.nested import Level, NestedSearch, TooManyStepsError, stages_of
-from autopipe.planning.pipedream.placed import PlacedSearch
-from autopipe.planning.pipedream.states import Dag, States, seconds_between
+from benchmarks.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.flat import FlatSearch, Stages
+from benchmarks.pipedream.nested import Level, NestedSearch, TooManyStepsError, stages_of
+from benchmarks.pipedream.placed import PlacedSearch
+from benchmarks.pipedream.states import Dag, States, seconds_between
 
 MOST_IDEALS = 20_000
 MOST_CELLS = 10_000_000  # ideals times layers
@@ -87,7 +87,7 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
         raise PlanError(
             "no layer of the profile takes any time: there is nothing to distribute over devices",
             where=f"forward_compute_time and backward_compute_time of {len(graph.names)} layers",
-            remedy="profile the model again, or plan with autopipe's own costs (--cost-model autopipe)",
+            remedy="take another profile",
         )
     machine = _without_trivial_levels(machine)
     search = _Search(graph, machine, straight)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.planning.pipedream.flat import Stages
+from benchmarks.pipedream.flat import Stages
 
 Array = Any
 
