@@ -158,7 +158,7 @@ def printed_plans(hash_seed: str) -> str:
         "    print(planned(seed))\n"
     )
     folder = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(folder.parent)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, check=True, capture_output=True, text=True
     )
