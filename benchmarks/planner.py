@@ -23,11 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "planner.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.pipedream_cases import GOLDEN  # noqa: E402
+from support.pipedream_cases import GOLDEN, golden_case  # noqa: E402
 
 from autopipe.planning.search import bottleneck, solver  # noqa: E402 - the paths must be set first
-from benchmarks.pipedream.file_format import read_pipedream  # noqa: E402
-from benchmarks.pipedream.model import Machine, plan_layers  # noqa: E402
+from benchmarks.pipedream.model import plan_layers  # noqa: E402
 from benchmarks.published.pipedream import table  # noqa: E402
 
 
@@ -51,16 +50,12 @@ def golden(folder: Path, repeats: int) -> tuple[dict[str, Any], list[str]]:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        counts = tuple(int(count) for count in row["level_sizes"].split("x"))
-        bandwidths = tuple(float(value) * 1e9 for value in row["bandwidths_GBps"].split("/"))
-        machine = Machine(counts, bandwidths, 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0)
-        straight = "--straight_pipeline" in row["optimizer_options"]
-        layers = read_pipedream(folder / row["profile"])
+        layers, machine, straight = golden_case(row, folder)
         processor, plan = timed(
             lambda layers=layers, machine=machine, straight=straight: plan_layers(layers, machine, straight=straight),
             repeats,
         )
-        cost, levels = plan.cost_seconds, len(counts)
+        cost, levels = plan.cost_seconds, len(machine.counts)
         theirs, before = float(row["pipedream_predicted_s"] or "nan"), float(row["prototype_cost_s"] or "nan")
         most[levels] = max(most[levels], processor)
         worse += cost > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10

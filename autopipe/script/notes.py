@@ -33,7 +33,7 @@ class Notes:
         self._recent: Counter[str] = Counter()
         self._pending: Counter[str] = Counter()
         self._reported = False
-        self._seen_here: set[str] = set()
+        self._written: set[str] = set()  # lines, or what they are about
         self._whole = 0  # optimizer steps of other models
 
     def say(self, text: str) -> None:
@@ -53,23 +53,19 @@ class Notes:
 
     def here(self, where: str, why: str) -> None:
         """Say that a call runs in this process."""
-        if why not in self._seen_here:
-            self._seen_here.add(why)
-            self.say(f"the call at {where} runs here, on gathered weights: {why}")
+        self.once(f"the call at {where} runs here, on gathered weights: {why}", about=why)
 
-    def once(self, text: str) -> None:
-        """Write one line, if it was not written before."""
-        if text not in self._seen_here:
-            self._seen_here.add(text)
+    def once(self, text: str, about: str = "") -> None:
+        """Write one line, if none was written about the same (without ``about``: the same line)."""
+        if (about or text) not in self._written:
+            self._written.add(about or text)
             self.say(text)
 
     def whole(self, name: str) -> None:
         """Count a step of a model that runs in the script's process; name it once."""
         self._whole += 1
         what = name or "another model"
-        if what not in self._seen_here:
-            self._seen_here.add(what)
-            self.say(f"{what} runs whole in this process: only the first model that a script trains runs in stages")
+        self.once(f"{what} runs whole in this process: only the first model that a script trains runs in stages")
 
     def forward(self, *, grad: bool) -> None:
         """Count a call of the model."""

@@ -46,7 +46,7 @@ def install(say: Callable[[str], None]) -> None:
             say(f"torch.compile: {name} is not compiled, only modules are")
             return model
         result: Any = compile_(model, **options)
-        if isinstance(model, nn.Module) and result is not model:
+        if model is not None and result is not model:
             _note_compiled(model, options, say)
             type(result).__call__ = _call_uncompiled
             result.forward, result.dynamo_ctx = model.__call__, _as_it_is

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -88,6 +89,7 @@ def typing_only(tree: ast.AST) -> set[ast.AST]:
     return lines
 
 
+@functools.cache
 def imports(path: Path, *, types: bool = False) -> list[str]:
     """Return all modules that a file imports when it runs, as dotted names; with ``types``, also those for types."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

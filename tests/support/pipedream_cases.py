@@ -7,7 +7,8 @@ import csv
 import itertools
 from pathlib import Path
 
-from benchmarks.pipedream.file_format import LayerGraph
+from benchmarks.pipedream.file_format import LayerGraph, read_pipedream
+from benchmarks.pipedream.model import Machine
 
 GOLDEN = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "pipedream"
 
@@ -44,6 +45,15 @@ def cut_bytes(graph, inside):
 def stage_sums(graph, stage):
     seconds = sum(graph.forward_seconds[i] + graph.backward_seconds[i] for i in stage)
     return seconds, sum(graph.parameter_bytes[i] for i in stage), sum(graph.activation_bytes[i] for i in stage)
+
+
+def golden_case(row, folder=GOLDEN):
+    """Return the layers of a row of golden.csv, its machine, and whether stages have one device."""
+    counts = tuple(int(count) for count in row["level_sizes"].split("x"))
+    bandwidths = tuple(float(value) * 1e9 for value in row["bandwidths_GBps"].split("/"))
+    memory = 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0
+    straight = "--straight_pipeline" in row["optimizer_options"]
+    return read_pipedream(folder / row["profile"]), Machine(counts, bandwidths, memory), straight
 
 
 def golden_rows():

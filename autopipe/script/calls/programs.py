@@ -133,7 +133,7 @@ class Programs:
 
 def _same_constants(program: Program) -> bool:
     now = program.recording.capture.constants
-    return all(same_bits(now[name].detach(), copy) for name, copy in program.recording.constants.items())
+    return all(same_bits(now[name], copy) for name, copy in program.recording.constants.items())
 
 
 def inside_of(model: nn.Module) -> str:

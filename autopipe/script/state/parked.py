@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autopipe.script.devices import CPU
@@ -94,7 +95,7 @@ def storage_uses(tensor: Tensor) -> int:
 
 def _set(tensor: Tensor, memory: Tensor, family: Family | None) -> None:
     """Bind a tensor to other memory. None: it is ordinary then. A fake tensor, which has no memory, is left alone."""
-    if type(memory) is not Tensor:
+    if isinstance(memory, FakeTensor):
         return
     vars(tensor).pop(PARKED, None)
     with torch._C.DisableTorchFunctionSubclass():

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from support.pipedream_cases import GOLDEN, TEXT, cut_bytes, golden_rows, random_layers, stage_sums
+from support.pipedream_cases import GOLDEN, TEXT, cut_bytes, golden_case, golden_rows, random_layers, stage_sums
 
 from autopipe.errors import PlanError
 from benchmarks.pipedream.file_format import parse_pipedream, read_pipedream
@@ -118,11 +118,8 @@ def test_two_levels_of_equal_links_are_never_worse_than_their_nested_formula_all
 
 
 def golden_plan(row):
-    counts = tuple(int(count) for count in row["level_sizes"].split("x"))
-    bandwidths = tuple(float(b) * 1e9 for b in row["bandwidths_GBps"].split("/"))
-    memory = 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0
-    straight = "--straight_pipeline" in row["optimizer_options"]
-    return plan_layers(read_pipedream(GOLDEN / row["profile"]), Machine(counts, bandwidths, memory), straight=straight)
+    layers, machine, straight = golden_case(row)
+    return plan_layers(layers, machine, straight=straight)
 
 
 @pytest.mark.skipif(not golden_rows(), reason="PipeDream's profiles are not beside the repository")
