@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.draws import exclusive
-from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.describe import Description, describe, named_state
 from autopipe.runtime.training_state.differing import differing, distance
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.unread import is_unread
@@ -96,7 +96,7 @@ class _Stepped:
         if self.optimizer is None:
             return None
         try:
-            return describe({"optimizer": self.optimizer, "scheduler": self.scheduler}, self.parameters)
+            return describe({"optimizer": _All(self.optimizer), "scheduler": self.scheduler}, self.parameters)
         except (UnstorableError, RecursionError) as error:  # commands that save refuse it
             log.info("the state of the optimizer was left out of the probe: %s", error)
             return None
@@ -120,6 +120,17 @@ class _Stepped:
                 self.scheduler.step()
             except Exception:
                 self.scheduler = None
+
+
+class _All:
+    """What an optimizer has: its state_dict, and its attributes, which a run may not resume without."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both, with the parameters in place of their numbers."""
+        return {**vars(self.optimizer), **named_state(self.optimizer, "optimizer")}
 
 
 def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module | None = None) -> Finding | None:

@@ -51,7 +51,7 @@ from autopipe.runtime.checkpoint.initial import weights_of
 from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.job import Job, RunDirectory, read_rows
 from autopipe.runtime.spilling.build import steps_late
-from autopipe.runtime.training_state.trial import prove_restorable
+from autopipe.verify.restorable import prove_restorable
 
 MOST_STEPS = 2**31 - 1
 

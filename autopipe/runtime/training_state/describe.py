@@ -1,19 +1,12 @@
-"""Objects -> description. Every value that an optimizer and its scheduler reach is described, or refused by name."""
+"""State dicts -> description: what an optimizer and its scheduler store, by the names of the parameters."""
 
 from __future__ import annotations
 
 import bisect
 import collections
 import enum
-import functools
-import logging
 import math
-import pathlib
 import random
-import re
-import threading
-import types
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,29 +15,22 @@ import numpy as np
 import torch
 from safetensors.torch import _TYPES
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
 from autopipe.runtime.training_state.nodes import Node, UnstorableError, name_of
 from autopipe.strides import extent
 
 _MOST_NODES = 5_000_000
-_IMMUTABLE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_CONTAINERS: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    torch.Size: "size",
+    set: "set",
+    frozenset: "frozenset",
+    collections.deque: "deque",
+}
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 FACTORIES = {"dict": dict, "list": list, "int": int, "float": float, "set": set}
-# no training state: those of the hook are used
-_CODE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType, RemovableHandle, property, staticmethod)
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_CONSTANTS = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    range,
-    pathlib.PurePath,
-    types.CodeType,
-    re.Pattern,
-)
 
 
 @dataclass(slots=True)
@@ -58,19 +44,61 @@ class Description:
 
 
 def describe(
-    roots: Mapping[str, object], parameters: Mapping[str, nn.Parameter], suffix: str = "", *, values: bool = True
+    roots: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], suffix: str = "", *, values: bool = True
 ) -> Description:
-    """Describe every value that ``roots`` reach.
+    """Describe the state_dict of each of ``roots``, such as an optimizer and its scheduler; None is left out.
 
     ``parameters`` are those that the optimizer steps, under the model's own names. ``suffix`` makes the names of
     tensors unique that belong to the stage rather than to one parameter. Without ``values``, tensors and generators
-    are described by their type alone, which is enough to compare what two hooks build.
+    are described by their type alone, which is enough to compare what two hooks build. Functions, classes and objects
+    in a state_dict are left to the hook, which builds them again.
 
     Raises: UnstorableError for the first value that JSON and tensors cannot hold.
     """
+    present = {name: root for name, root in roots.items() if root is not None}
     writer = _Describer(parameters, suffix, values)
-    tree = {name: writer.node(value, name) for name, value in roots.items() if value is not None}
+    for root in present.values():
+        writer.of_hook.add(id(root))
+        if isinstance(root, Optimizer):
+            writer.of_hook.update(map(id, (root.state, root.param_groups, *root.param_groups)))
+    tree = {}
+    for name, root in present.items():
+        attributes = [[key, writer.node(value, f"{name}.{key}")] for key, value in named_state(root, name).items()]
+        tree[name] = {"is": "state", "class": name_of(type(root)), "attributes": attributes}
     return Description(tree, writer.tensors)
+
+
+def named_state(root: Any, path: str) -> dict[str, Any]:
+    """Return the state_dict of an optimizer or a scheduler. An optimizer's has parameters in place of their numbers.
+
+    Raises: UnstorableError if its state_dict fails or has other keys than text.
+    """
+    try:
+        state = dict(root.state_dict())
+    except Exception as error:
+        raise UnstorableError(path, f"has no state_dict: {type(error).__name__}: {error}") from error
+    if bad := [key for key in state if not isinstance(key, str)]:
+        raise UnstorableError(path, f"has a state_dict with the key {bad[0]!r}; keys must be text")
+    if not isinstance(root, Optimizer) or not numbered(state):
+        return state
+    parameters = parameters_of(root)
+    of_parameters = {parameters[key]: value for key, value in state["state"].items() if key in parameters}
+    others = {key: value for key, value in state["state"].items() if key not in parameters}
+    groups = [
+        {**group, "params": [parameters[number] for number in group["params"]]} for group in state["param_groups"]
+    ]
+    return {**state, "state": of_parameters, "param_groups": groups} | ({"shared": others} if others else {})
+
+
+def numbered(state: Mapping[str, Any]) -> bool:
+    """Return whether a state_dict numbers the parameters as ``torch.optim.Optimizer.state_dict`` does."""
+    return isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list)
+
+
+def parameters_of(optimizer: Optimizer) -> dict[Any, nn.Parameter]:
+    """Return number in a state_dict -> parameter."""
+    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return dict(enumerate(unique.values()))
 
 
 class _Describer:
@@ -84,6 +112,7 @@ class _Describer:
         self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self.suffix, self.values = suffix, values
         self.tensors: dict[str, torch.Tensor] = {}
+        self.of_hook: set[int] = set()  # ids of objects that the hook has built and that stay
         self.seen: dict[int, str] = {}
         self.alive: list[object] = []  # keeps the objects alive, so that no id is reused
         self.inside = ""  # the parameter whose state is described
@@ -105,53 +134,28 @@ class _Describer:
             return {"is": "bytes", "hex": value.hex()}
         if isinstance(value, enum.Enum):
             return {"is": "enum", "class": name_of(kind), "name": value.name}
-        if isinstance(value, _CONSTANTS):
-            return {"is": "code", "name": str(value)[:200]}
+        if isinstance(value, np.generic):
+            return {"is": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {"is": "code", "name": str(value)}
         if id(value) in self.names:
             return {"is": "parameter", "name": self.names[id(value)]}
-        if isinstance(value, (tuple, frozenset, np.generic)):
-            return self.immutable(value, path)
-        if id(value) in self.seen:
+        if id(value) in self.seen and kind not in (tuple, frozenset, torch.Size):
             return {"is": "same", "as": self.seen[id(value)]}
         self.seen[id(value)] = path
         self.alive.append(value)
-        return self.mutable(value, path)
-
-    def immutable(self, value: Any, path: str) -> Node:
-        if isinstance(value, np.generic):
-            return {"is": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
-        return self.container(value, path)
-
-    def mutable(self, value: Any, path: str) -> Node:
-        if isinstance(value, torch.Tensor):
-            return self.tensor(value, path)
-        if isinstance(value, dict):
-            return self.dictionary(value, path)
-        if isinstance(value, _CONTAINERS):
-            return self.container(value, path)
-        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            return self.generator(value, path)
-        if isinstance(value, np.ndarray):
-            return self.array(value, path)
-        if isinstance(value, (*_CODE, *_LOCKS)):
-            return {"is": "code", "name": name_of(value if isinstance(value, type) else type(value))}
-        if isinstance(value, types.MethodType):
-            return {"is": "method", "name": value.__name__, "self": self.node(value.__self__, f"{path}.__self__")}
-        if isinstance(value, types.FunctionType):
-            return self.function(value, path)
-        if isinstance(value, functools.partial):
-            return {
-                "is": "partial",
-                "function": self.node(value.func, f"{path}.func"),
-                "arguments": self.node(value.args, f"{path}.args"),
-                "keywords": self.node(value.keywords, f"{path}.keywords"),
-            }
-        if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
-            owner = getattr(value, "__self__", None)
-            if owner is None or isinstance(owner, (types.ModuleType, type, *_LOCKS)):
-                return {"is": "code", "name": name_of(value)}
-            return {"is": "method", "name": value.__name__, "self": self.node(owner, f"{path}.__self__")}
-        return self.object(value, path)
+        if id(value) not in self.of_hook:
+            if isinstance(value, torch.Tensor):
+                return self.tensor(value, path)
+            if kind in _DICTS:
+                return self.dictionary(value, path)
+            if kind in _CONTAINERS:
+                return self.container(value, path)
+            if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+                return self.generator(value, path)
+            if isinstance(value, np.ndarray):
+                return self.array(value, path)
+        return {"is": "code", "name": name_of(value if isinstance(value, type) else kind)}
 
     def tensor(self, value: torch.Tensor, path: str) -> Node:
         kind = type(value)
@@ -179,7 +183,7 @@ class _Describer:
             node["strides"] = list(value.stride())
         if value.device.type == "cpu" and self.device.type != "cpu":
             node["host"] = True
-        node["name"] = self.keep(path, value.detach())
+        node["name"] = self.add(path, value.detach())
         return node
 
     def sharer(self, tensor: torch.Tensor, path: str) -> str:
@@ -195,7 +199,7 @@ class _Describer:
             spans.insert(at, (begin, end, path))
         return ""
 
-    def keep(self, path: str, tensor: torch.Tensor) -> str:
+    def add(self, path: str, tensor: torch.Tensor) -> str:
         name = path if self.inside else path + self.suffix
         self.tensors[name] = tensor
         return name
@@ -205,19 +209,16 @@ class _Describer:
             raise UnstorableError(path, f"is an array of {value.dtype}")
         node: Node = {"is": "array", "dtype": value.dtype.str, "shape": list(value.shape)}
         if self.values:
-            node["name"] = self.keep(
-                path,
-                torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-                if value.nbytes
-                else torch.empty(0, dtype=torch.uint8),
-            )
+            data = bytearray(value.tobytes())
+            content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            node["name"] = self.add(path, content)
         return node
 
     def generator(self, value: Any, path: str) -> Node:
         if isinstance(value, torch.Generator):
             described: Node = {"is": "generator", "device": value.device.type}
             if self.values:
-                described["name"] = self.keep(path, value.get_state())
+                described["name"] = self.add(path, value.get_state())
             return described
         if type(value) not in (random.Random, np.random.Generator, np.random.RandomState):
             raise UnstorableError(path, f"is a generator of class {name_of(type(value))}, whose state cannot be read")
@@ -233,39 +234,30 @@ class _Describer:
         return node
 
     def container(self, value: Any, path: str) -> Node:
-        kind = next(k for k in _CONTAINERS if isinstance(value, k))
+        kind = type(value)
         if kind is list and self.is_groups(value):
             return self.groups(value, path)
-        node: Node = {"is": kind.__name__}
-        if type(value) is not kind:
-            node["class"] = name_of(type(value))
-            if getattr(value, "__dict__", None):
-                raise UnstorableError(path, f"is {name_of(type(value))}, a {kind.__name__} with attributes")
-        if isinstance(value, collections.deque):
+        node: Node = {"is": _CONTAINERS[kind]}
+        if kind is collections.deque:
             node["maxlen"] = value.maxlen
         items = sorted(value, key=repr) if kind in (set, frozenset) else value
         node["items"] = [self.node(item, f"{path}[{index}]") for index, item in enumerate(items)]
         return node
 
     def is_groups(self, value: list[Any]) -> bool:
-        """Return whether a list is a ``param_groups`` that has not been described."""
+        """Return whether a list has the form of ``param_groups``."""
         return bool(value) and all(
             type(group) is dict
             and isinstance(group.get("params"), list)
             and all(id(p) in self.names for p in group["params"])
-            and id(group) not in self.seen
             for group in value
         )
 
     def groups(self, value: list[dict[str, Any]], path: str) -> Node:
         groups = []
         for index, group in enumerate(value):
-            place = f"{path}[{index}]"
-            self.seen[id(group)] = place
-            self.seen[id(group["params"])] = f"{place}['params']"
-            self.alive.extend((group, group["params"]))
             values = {
-                key: self.node(entry, f"{place}[{key!r}]")
+                key: self.node(entry, f"{path}[{index}][{key!r}]")
                 for key, entry in group.items()
                 if key not in ("params", "param_names")
             }
@@ -273,16 +265,11 @@ class _Describer:
         return {"is": "groups", "groups": groups}
 
     def dictionary(self, value: dict[Any, Any], path: str) -> Node:
-        kind = next((k for k in reversed(_DICTS) if type(value) is k), None)
-        node: Node = {"is": "dict", "class": kind.__name__ if kind else name_of(type(value))}
-        if kind is None and getattr(value, "__dict__", None):
-            raise UnstorableError(path, f"is {name_of(type(value))}, a dict with attributes")
+        node: Node = {"is": "dict", "class": type(value).__name__}
         if isinstance(value, collections.defaultdict) and value.default_factory is not None:
             node["factory"] = getattr(value.default_factory, "__name__", "")
         if value and all(id(key) in self.names for key in value):
             return {**node, "is": "by_parameter", "items": [self.of_parameter(k, v, path) for k, v in value.items()]}
-        if path.endswith("_hooks") and all(callable(entry) for entry in value.values()):
-            return {"is": "hooks", "items": [self.node(v, f"{path}[{i}]") for i, v in enumerate(value.values())]}
         node["items"] = [[self.key(key, path), self.node(v, f"{path}[{key!r}]")] for key, v in value.items()]
         return node
 
@@ -305,50 +292,3 @@ class _Describer:
         if not plain:
             raise UnstorableError(path, f"has a key of class {name_of(type(key))}")
         return self.node(key, path)
-
-    def function(self, value: types.FunctionType, path: str) -> Node:
-        cells = {}
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            cells[name] = self.node(content, f"{path}.{name}")
-        attributes = {k: self.node(v, f"{path}.{k}") for k, v in vars(value).items() if k != "__wrapped__"}
-        return {
-            "is": "function",
-            "name": name_of(value),
-            "cells": cells,
-            "defaults": self.node(value.__defaults__, f"{path}.__defaults__"),
-            "keywords": self.node(value.__kwdefaults__, f"{path}.__kwdefaults__"),
-            "attributes": attributes,
-        }
-
-    def object(self, value: Any, path: str) -> Node:
-        cls = type(value)
-        if cls is not types.SimpleNamespace and not all(_of_python(base) for base in cls.__mro__[:-1]):
-            raise UnstorableError(path, f"is of class {name_of(cls)}, which a checkpoint cannot hold")
-        attributes = [[key, self.node(entry, f"{path}.{key}")] for key, entry in attributes_of(value).items()]
-        return {"is": "object", "class": name_of(cls), "attributes": attributes}
-
-
-def _of_python(cls: type) -> bool:
-    """Return whether a class comes from a class statement, so that attributes and slots are its complete state.
-
-    Classes of extensions may be heap types too, with state in C (``array.array``, files since Python 3.12).
-    """
-    if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE:
-        return False
-    return any("__dict__" in vars(base) or "__slots__" in vars(base) for base in cls.__mro__[:-1])
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object: its ``__dict__`` and its slots."""
-    attributes = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
-                attributes[name] = getattr(value, name)
-    return attributes

@@ -10,12 +10,11 @@ import torch
 from autopipe import sparse
 from autopipe.bits import same_bits
 from autopipe.runtime.training_state.describe import Description
-from autopipe.runtime.training_state.nodes import Node, kind_of
+from autopipe.runtime.training_state.nodes import SEQUENCES, Node, kind_of
 
-_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "hooks")
 _TENSORS = ("tensor", "array", "generator")
-# nodes inside a node, by the field that has them
-_FIELDS = ("self", "function", "arguments", "keywords", "state", "defaults")
+ABSENT: Node = {"is": "absent"}
+"""In place of a value that one of the two does not have."""
 
 
 def differing(part: Description, whole: Description, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
@@ -49,25 +48,23 @@ class _Pair:
             ours, theirs = self.ours.get(one.get("name", "")), self.theirs.get(two.get("name", ""))
             if ours is not None and theirs is not None and not same_bits(ours, theirs):
                 yield path, ours, theirs
-        elif kind in _SEQUENCES:
+            elif "name" not in one and "name" not in two and one != two:  # described without values
+                yield path, one, two
+        elif kind in SEQUENCES:
             if len(one["items"]) != len(two["items"]):
                 yield path, one, two
                 return
             for index, (ours, theirs) in enumerate(zip(one["items"], two["items"], strict=True)):
                 yield from self.nodes(ours, theirs, f"{path}[{index}]")
-        elif kind in ("dict", "object"):
+        elif kind in ("dict", "state") and one["class"] != two["class"]:
+            yield path, one, two
+        elif kind in ("dict", "state"):
             field, shape = ("items", "[{!r}]") if kind == "dict" else ("attributes", ".{}")
             before = {repr(key): value for key, value in two[field]}
             for key, value in one[field]:
                 yield from self.entry(value, before, repr(key), path + shape.format(key))
-        elif kind == "function":
-            for field in ("cells", "attributes"):
-                for key, value in one[field].items():
-                    yield from self.entry(value, two[field], key, f"{path}.{key}")
-        elif kind in ("method", "partial", "random"):
-            for field in _FIELDS:
-                if field in one and field in two:
-                    yield from self.nodes(one[field], two[field], f"{path}.{field}")
+        elif kind == "random":
+            yield from self.nodes(one["state"], two["state"], f"{path}.state")
         elif one != two or type(one) is not type(two):
             yield path, one, two
 
@@ -75,14 +72,14 @@ class _Pair:
         if key in before:
             yield from self.nodes(value, before[key], path)
         else:
-            yield path, value, None
+            yield path, value, ABSENT
 
     def by_parameter(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
         ours, theirs = (dict(node["items"]) if kind_of(node) == "by_parameter" else {} for node in (one, two))
         for name, value in ours.items():
             yield from self.entry(value, theirs, name, f"{path}[{name}]")
         for name in theirs.keys() & set(self.names) - ours.keys():
-            yield f"{path}[{name}]", None, theirs[name]
+            yield f"{path}[{name}]", ABSENT, theirs[name]
 
     def groups(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
         places = {name: group["values"] for group in two["groups"] for name in group["params"]}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopipe.runtime.training_state.nodes import LIVE, Node, children, kind_of
+from autopipe.runtime.training_state.nodes import LIVE, SEQUENCES, Node, children, kind_of
 from autopipe.runtime.training_state.restore import MisfitError
 
 SameTensor = Callable[[str, str], bool]
@@ -204,8 +204,7 @@ class _Merger:
             merged.append(self.node([e[index] for e in items], before, _at(live, index), f"{path}[{index}]"))
         return merged
 
-    _tuple = _list
-    _deque = _list
+    _tuple = _size = _deque = _list
 
     def _dict(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
         keys = [[_text(key) for key, _ in node["items"]] for node in nodes]
@@ -215,7 +214,7 @@ class _Merger:
             raise self.differs(path)
         return {**nodes[0], "items": self.pairs("items", nodes, initials, live, path, "[{}]")}
 
-    def _object(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+    def _state(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
         if len({node["class"] for node in nodes}) > 1:
             raise self.differs(path)
         keys = [{_text(key) for key, _ in node["attributes"]} for node in nodes]
@@ -237,41 +236,9 @@ class _Merger:
             merged.append([key, self.node(entries, [b.get(text) for b in before], now.get(text), place)])
         return merged
 
-    def _function(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
-        merged = dict(nodes[0])
-        for field in ("cells", "attributes"):
-            if any(node[field].keys() != nodes[0][field].keys() for node in nodes):
-                raise self.differs(path)
-            merged[field] = {
-                key: self.node(
-                    [node[field][key] for node in nodes],
-                    [_inner(initial, field, key) for initial in initials],
-                    _inner(live, field, key),
-                    f"{path}.{key}",
-                )
-                for key in nodes[0][field]
-            }
-        for field in ("defaults", "keywords"):
-            before = [_inner(initial, field) for initial in initials]
-            merged[field] = self.node([node[field] for node in nodes], before, _inner(live, field), f"{path}.{field}")
-        return merged
-
-    def _fields(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
-        merged = dict(nodes[0])
-        for field in ("self", "function", "arguments", "keywords", "state"):
-            if field in merged:
-                before = [_inner(initial, field) for initial in initials]
-                merged[field] = self.node([n[field] for n in nodes], before, _inner(live, field), f"{path}.{field}")
-        return merged
-
-    _method = _fields
-    _partial = _fields
-    _random = _fields
-
-    def _hooks(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
-        if len({len(node["items"]) for node in nodes}) > 1:
-            raise self.differs(path)
-        return {"is": "hooks", "items": self.zipped([n["items"] for n in nodes], initials, live, path)}
+    def _random(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        before = [initial.get("state") if isinstance(initial, dict) else None for initial in initials]
+        return {**nodes[0], "state": self.node([node["state"] for node in nodes], before, None, f"{path}.state")}
 
 
 def _text(key: Node) -> str:
@@ -288,12 +255,6 @@ def _pairs(node: Node, field: str) -> dict[str, Node]:
     return {_text(key): value for key, value in pairs} if isinstance(pairs, list) else {}
 
 
-def _inner(node: Node, *keys: str) -> Node:
-    for key in keys:
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
-
-
 def _index(node: Node, path: str, known: dict[str, Node]) -> None:
     """Record the node at every path, with the paths of ``describe``."""
     if not isinstance(node, dict):
@@ -307,9 +268,9 @@ def _index(node: Node, path: str, known: dict[str, Node]) -> None:
     elif kind in ("dict", "by_parameter"):
         for key, value in node["items"]:
             _index(value, f"{path}[{key}]" if kind == "by_parameter" else f"{path}[{key!r}]", known)
-    elif kind in ("list", "tuple", "deque", "hooks"):
+    elif kind in SEQUENCES:
         for index, item in enumerate(node["items"]):
             _index(item, f"{path}[{index}]", known)
-    elif kind == "object":
+    elif kind == "state":
         for key, value in node["attributes"]:
             _index(value, f"{path}.{key}", known)

@@ -3,28 +3,25 @@
 ==================  ================================================================================================
 kind                further keys
 ==================  ================================================================================================
+state               the state_dict of an optimizer or a scheduler: ``class`` of the object, ``attributes``: pairs
 float, complex      ``value``: the text of a number that JSON does not support
 bytes               ``hex``
-list, tuple, set,   ``items``; deque also ``maxlen``; ``class`` for a subclass or a named tuple
-frozenset, deque
-dict                ``items``: pairs; ``class``: dict, OrderedDict, defaultdict, Counter or a subclass; ``factory``
+list, tuple, set,   ``items``; deque also ``maxlen``; size is a ``torch.Size``
+frozenset, deque,
+size
+dict                ``items``: pairs; ``class``: dict, OrderedDict, defaultdict or Counter; ``factory``
 by_parameter        a dict whose keys are parameters. ``items``: pairs of the parameter's name and a node; ``class``
 parameter           ``name``
 groups              ``param_groups``: ``groups``, each with ``params`` (names) and ``values`` (name -> node)
-hooks               ``items``: the hooks of an optimizer, in order
 tensor              ``name`` in the file, ``dtype``, ``shape``, ``strides``, ``host``: it is on the CPU although its
                     parameter is not; ``trained``, of a parameter that is not the model's: whether it has gradients
 array, scalar       numpy's: ``dtype``, ``shape``, and ``name`` of a tensor of bytes, or ``hex``
 generator           ``device`` and ``name``, the tensor of its state
 random              ``random.Random`` and numpy's generators: ``class``, ``state``
-object              ``class``, ``attributes``: pairs
-function            ``name``, ``cells``, ``defaults``, ``keywords``, ``attributes``
-method              ``name``, ``self``
-partial             ``function``, ``arguments``, ``keywords``
 enum                ``class``, ``name``
-same                ``as``: the path of an object that was described before
-code                ``name``: a value without state, such as a class or a module
-live                use what the hook builds; only ``merge`` writes it
+same                ``as``: the path of a value that was described before
+code                ``name``: a function, class or object, which is that of the hook
+live                use what the hook builds; no checkpoint has it
 ==================  ================================================================================================
 """
 
@@ -66,34 +63,29 @@ def children(node: Node) -> Iterator[Node]:
     if not isinstance(node, dict):
         return
     kind = node["is"]
-    if kind in ("list", "tuple", "set", "frozenset", "deque", "hooks"):
+    if kind in SEQUENCES:
         yield from node["items"]
-    elif kind in ("dict", "by_parameter"):
-        yield from (value for _, value in node["items"])
+    elif kind in PAIRS:
+        yield from (value for _, value in node[PAIRS[kind]])
     elif kind == "groups":
         for group in node["groups"]:
             yield from group["values"].values()
-    elif kind == "object":
-        yield from (value for _, value in node["attributes"])
-    elif kind == "function":
-        yield from node["cells"].values()
-        yield from (node["defaults"], node["keywords"], *node["attributes"].values())
-    elif kind == "method":
-        yield node["self"]
-    elif kind == "partial":
-        yield from (node["function"], node["arguments"], node["keywords"])
     elif kind == "random":
         yield node["state"]
 
 
+SEQUENCES = ("list", "tuple", "size", "set", "frozenset", "deque")
+PAIRS = {"dict": "items", "by_parameter": "items", "state": "attributes"}
+"""Kind -> the field that has pairs of a key and a node."""
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "float": {"value": str},
     "complex": {"value": str},
     "bytes": {"hex": str},
-    **{kind: {"items": list} for kind in ("list", "tuple", "set", "frozenset", "hooks")},
+    **{kind: {"items": list} for kind in SEQUENCES},
     "deque": {"items": list, "maxlen": (int, type(None))},
     "dict": {"items": list, "class": str},
     "by_parameter": {"items": list, "class": str},
+    "state": {"attributes": list, "class": str},
     "parameter": {"name": str},
     "groups": {"groups": list},
     "tensor": {"dtype": str, "shape": list},
@@ -101,13 +93,10 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "scalar": {"dtype": str, "hex": str},
     "generator": {"device": str},
     "random": {"class": str, "state": object},
-    "object": {"class": str, "attributes": list},
-    "function": {"name": str, "cells": dict, "defaults": object, "keywords": object, "attributes": dict},
-    "method": {"name": str, "self": object},
-    "partial": {"function": object, "arguments": object, "keywords": object},
     "enum": {"class": str, "name": str},
     "same": {"as": str},
     "code": {"name": str},
+    "live": {},
 }
 
 
@@ -123,10 +112,8 @@ def malformed(node: Node) -> str:
     for field, wanted in _FIELDS[kind].items():
         if field not in node or not isinstance(node[field], wanted):
             return f"a {kind} without its {field}"
-    pairs = node.get("attributes") if kind == "object" else node["items"] if kind in ("dict", "by_parameter") else ()
-    named = kind in ("object", "by_parameter")
-    for pair in pairs or ():
-        if not isinstance(pair, list) or len(pair) != 2 or (named and not isinstance(pair[0], str)):
+    for pair in node[PAIRS[kind]] if kind in PAIRS else ():
+        if not isinstance(pair, list) or len(pair) != 2 or (kind != "dict" and not isinstance(pair[0], str)):
             return f"a {kind} whose entries are not pairs"
     for group in node["groups"] if kind == "groups" else ():
         names = group.get("params") if isinstance(group, dict) else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +15,19 @@ from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.differing import ABSENT, differing
+from autopipe.runtime.training_state.earlier_format import upgraded
 from autopipe.runtime.training_state.merge import Source, groups_of, merge
-from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, malformed, tensor_names
+from autopipe.runtime.training_state.nodes import (
+    Node,
+    UnstorableError,
+    malformed,
+    tensor_names,
+)
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.unread import is_unread
 
-_HOLDS = (
-    "keep it as numbers, text, tensors, lists, dicts or generators, in optimizer.state, in param_groups or in "
-    "attributes; a handle that is not training state, such as a log file, belongs in a global of the file"
-)
+_HOLDS = "keep it in optimizer.state, in param_groups or in a state_dict() as numbers, text, tensors, lists or dicts"
 _RATES = ("lr", "initial_lr")
 
 
@@ -118,7 +121,7 @@ def tree_for(checkpoint: Checkpoint, training: Training, built: Mapping[str, Nod
     stored = _stored(checkpoint)
     groups = groups_of(live["optimizer"])
     for stage in stored:
-        if groups_of(stage.state["optimizer"]) == groups:
+        if _has_groups(stage.state, live) and (groups or stage.owned == tuple(training.owned)):
             return dict(stage.state)
 
     def same(first: str, second: str) -> bool:
@@ -134,16 +137,33 @@ def tree_for(checkpoint: Checkpoint, training: Training, built: Mapping[str, Nod
         raise _misfit(error, checkpoint) from None
 
 
+def _has_groups(stored: Mapping[str, Node], live: Mapping[str, Node]) -> bool:
+    """Return whether a stored optimizer has the groups of parameters of that of the hooks."""
+    return groups_of(stored["optimizer"]) == groups_of(live["optimizer"])
+
+
 def _stored(checkpoint: Checkpoint) -> list[StageState]:
-    """Return the states of the stages that have an optimizer. Raises: ArtifactError if one is malformed."""
-    stored = [stage for stage in checkpoint.stages if stage.state is not None]
-    for stage in stored:
+    """Return the states of the stages that have an optimizer.
+
+    Raises: ArtifactError if one is malformed; RunError for one of an earlier version that cannot be read.
+    """
+    stored = []
+    for stage in checkpoint.stages:
+        if stage.state is None:
+            continue
         for tree in (stage.state, stage.initial):
             if not isinstance(tree, dict) or "optimizer" not in tree or not set(tree) <= {"optimizer", "scheduler"}:
                 raise _damaged(checkpoint, "a stage without the state of its optimizer")
-            for node in tree.values():
-                if text := malformed(node):
-                    raise _damaged(checkpoint, text)
+        try:
+            state, initial = upgraded(stage.state), upgraded(stage.initial)
+        except MisfitError as error:
+            raise _misfit(error, checkpoint) from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
+        for node in (*state.values(), *initial.values()):
+            if text := malformed(node):
+                raise _damaged(checkpoint, text)
+        stored.append(StageState(stage.owned, state, initial))
     return stored
 
 
@@ -181,79 +201,38 @@ def _misfit(error: MisfitError, checkpoint: Checkpoint) -> RunError:
 def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[str, str]:
     """Return the differences between what the hooks build now and at the start: path -> "was 0.1 and is 0.3".
 
-    ``rates``: compare learning rates too. False if a new one was given.
+    A group of parameters is compared with those that had them at the start. Any other value must differ from that of
+    every stage of the run. ``rates``: compare learning rates too. False if a new one was given.
     """
     stored = _stored(checkpoint)
-    differences: dict[str, str] = {}
     live = training.initial()
-    groups = groups_of(live["optimizer"])
-    same = [stage for stage in stored if groups_of(stage.initial["optimizer"]) == groups]
     for root in ("optimizer", "scheduler"):
-        before = [stage.initial[root] for stage in same or stored if root in stage.initial]
-        if stored and bool(before) != (root in live):
+        before = any(root in stage.initial for stage in stored)
+        if stored and before != (root in live):
             return {f"the {root}": "was there and is not" if before else "was not there and is"}
-        if before:
-            _compare(live[root], before, root, differences)
+    same = [stage for stage in stored if _has_groups(stage.initial, live)]
+    of_stages = [_edits(stage.initial, live, training.owned) for stage in same or stored]
+    edited = {path: text for each in of_stages for path, text in each.items()}
     return {
         path: text
-        for path, text in differences.items()
-        if rates or not path.endswith(tuple(f"[{r!r}]" for r in _RATES))
+        for path, text in edited.items()
+        if (path.startswith("optimizer.param_groups[") or all(path in each for each in of_stages))
+        and (rates or not path.endswith(tuple(f"[{rate!r}]" for rate in _RATES)))
     }
 
 
-def _compare(now: Node, before: list[Node], path: str, differences: dict[str, str]) -> None:
-    """Record where ``now`` is equal to none of ``before``, the nodes of several stages."""
-    if any(now == other for other in before) or now == LIVE:
-        return
-    alike = [other for other in before if kind_of(other) == kind_of(now) and _class_of(other) == _class_of(now)]
-    if not alike or not isinstance(now, dict):
-        differences[path] = f"was {_shown(before[0])} and is {_shown(now)}"
-        return
-    kind = kind_of(now)
-    if kind == "groups":
-        for index, group in enumerate(now["groups"]):
-            for name in group["params"][:1]:
-                values = [g["values"] for other in alike for g in other["groups"] if name in g["params"]]
-                _entries(group["values"], values, f"{path}[{index}]", "[{!r}]", differences)
-    elif kind in ("dict", "object"):
-        field, shape = ("items", "[{!r}]") if kind == "dict" else ("attributes", ".{}")
-        entries = [{str(key): value for key, value in other[field]} for other in alike]
-        _entries({str(key): value for key, value in now[field]}, entries, path, shape, differences)
-    elif kind in ("list", "tuple", "deque", "hooks"):
-        same = [other for other in alike if len(other["items"]) == len(now["items"])]
-        for index, item in enumerate(now["items"]):
-            if same:
-                _compare(item, [other["items"][index] for other in same], f"{path}[{index}]", differences)
-    elif kind == "function":
-        _entries(now["cells"], [other["cells"] for other in alike], path, ".{}", differences)
-    elif kind in ("partial", "method"):
-        fields = ("function", "arguments", "keywords") if kind == "partial" else ("self",)
-        for field in fields:
-            _compare(now[field], [other[field] for other in alike], f"{path}.{field}", differences)
-    elif kind not in ("same", "parameter", "by_parameter"):
-        differences[path] = f"was {_shown(before[0])} and is {_shown(now)}"
-
-
-def _entries(
-    now: Mapping[str, Node], before: list[dict[str, Node]], path: str, shape: str, differences: dict[str, str]
-) -> None:
-    for key in {**now, **(before[0] if before else {})}:
-        others = [other[key] for other in before if key in other]
-        place = path + shape.format(key)
-        if not before:
-            continue
-        if key not in now or not others:
-            differences[place] = "is new" if key in now else "is gone"
-        else:
-            _compare(now[key], others, place, differences)
-
-
-def _class_of(node: Node) -> Any:
-    return (node.get("class"), node.get("name") if node["is"] == "function" else "") if isinstance(node, dict) else ""
+def _edits(before: Mapping[str, Node], now: Mapping[str, Node], owned: Collection[str]) -> dict[str, str]:
+    start, live = Description(dict(before)), Description(dict(now))
+    gone = {path: "is gone" for path, _, after in differing(start, live, owned) if after == ABSENT}
+    edited = {
+        path: "is new" if was == ABSENT else f"was {_shown(was)} and is {_shown(is_now)}"
+        for path, is_now, was in differing(live, start, owned)
+    }
+    return gone | edited
 
 
 def _shown(node: Node) -> str:
     if not isinstance(node, dict):
         return repr(node)
-    named = node.get("class") or node.get("name") or node.get("value") or node["is"]
-    return str(named).rpartition(".")[2] if node["is"] in ("object", "function") else str(named)
+    text = str(node.get("class") or node.get("name") or node.get("value") or node["is"])
+    return text.rpartition(".")[2] if node["is"] == "state" else text

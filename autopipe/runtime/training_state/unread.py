@@ -50,10 +50,13 @@ def _codes_of(module: str) -> Iterator[types.CodeType]:
         if getattr(value, "__module__", "") != module:
             continue
         for member in vars(value).values() if isinstance(value, type) else (value,):
-            for function in (member, *(getattr(member, name, None) for name in ("fget", "fset", "__wrapped__"))):
-                code = getattr(getattr(function, "__func__", function), "__code__", None)
-                if isinstance(code, types.CodeType):
-                    yield from _nested(code)
+            for outer in (member, *(getattr(member, name, None) for name in ("fget", "fset"))):
+                function = outer
+                while function is not None:  # a step is decorated: by torch, and often by its author
+                    code = getattr(getattr(function, "__func__", function), "__code__", None)
+                    if isinstance(code, types.CodeType):
+                        yield from _nested(code)
+                    function = getattr(function, "__wrapped__", None)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -15,6 +15,13 @@ class Stepping(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
         self.count = 0
 
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state.pop("count")
+        super().load_state_dict(state)
+
     @torch.no_grad()
     def step(self, closure=None):
         self.count += 1

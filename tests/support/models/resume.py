@@ -44,6 +44,9 @@ def two_groups(named):
     both = [{"params": decayed, "weight_decay": 0.3, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]
 
+def two_of_one_rate(named):
+    return [{key: value for key, value in group.items() if key != "lr"} for group in two_groups(named)]
+
 class Own(torch.optim.Optimizer):
     def __init__(self, ps, lr=0.01, **more):
         super().__init__(ps, dict(lr=lr, betas=(0.9, 0.99), **more))
@@ -73,13 +76,35 @@ def scheduler(text: str, of: str = "SGD(parameters(named), lr=0.1, momentum=0.9)
     return f"{torch_optimizer(of)}\ndef scheduler(o):\n    return {text}\n"
 
 
-def own(direction: str, *, begin: str = "pass", group: str = "pass", init: str = "pass", more: str = "") -> str:
+def own(
+    direction: str,
+    *,
+    begin: str = "pass",
+    group: str = "pass",
+    init: str = "pass",
+    more: str = "",
+    stored: str = "",
+    load: str = "",
+) -> str:
+    """``stored``: what its state_dict has beside that of torch. ``load``: a statement that restores it from ``s``."""
+    methods = (
+        f"""
+    def state_dict(self):
+        return {{**super().state_dict(), {stored}}}
+    def load_state_dict(self, s):
+        {load}
+        super().load_state_dict(s)
+"""
+        if stored
+        else ""
+    )
     return f"""
 {more}
 class A(Own):
     def __init__(self, ps, lr=0.01):
         super().__init__(ps, lr)
         {init}
+{methods}
     def begin(self):
         {begin}
     def group(self, group):
@@ -148,24 +173,13 @@ class Decay:
 def scheduler(o):
     return S.LambdaLR(o, Decay())
 """,
-    "LambdaLR with a closure": """
-def scheduler(o):
-    calls = [0]
-    factor = 1.0
-    def rate(step):
-        nonlocal factor
-        calls[0] += 1; factor *= 0.9
-        return factor / (1 + 0.1 * calls[0])
-    return S.LambdaLR(o, rate)
-""",
-    "LambdaLR with a partial": """
-def cosine(step, *, period, seen):
-    seen.append(step)
-    return 0.5 + 0.5 * math.cos(len(seen) / period)
-
-def scheduler(o):
-    return S.LambdaLR(o, functools.partial(cosine, period=5, seen=[]))
-""",
+    "a tensor rate that two groups share, with an object": f"""
+class Decay:
+    def __init__(self): self.calls = 0
+    def __call__(self, step):
+        self.calls += 1
+        return 0.99 ** self.calls
+{scheduler("S.LambdaLR(o, Decay())", "AdamW(two_of_one_rate(named), lr=torch.tensor(0.01))")}""",
     "a scheduler of its own": """
 class Plateaus(S.LRScheduler):
     def __init__(self, o):
@@ -182,8 +196,16 @@ def scheduler(o):
     # in the style of third parties
     "integer step": own(ADAM_BY.format(step='state["step"] = state.get("step", 0) + 1')),
     "step in the group": own(ADAM_BY.format(step='group["step"]'), group='group["step"] = group.get("step", 0) + 1'),
-    "step in the optimizer": own(
-        ADAM_BY.format(step="self.count"), begin="self.count += 1", init="self.count = 0"
+    "step in its state_dict": own(
+        ADAM_BY.format(step="self.count"), begin="self.count += 1", init="self.count = 0",
+        stored='"count": self.count', load='self.count = s.pop("count")',
+    ),
+    "slow weights in its state_dict": own(
+        """slow = self.slow[p]
+        slow.lerp_(p, 0.1)
+        return p.grad + 0.1 * (p - slow)""",
+        init='self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}',
+        stored='"slow": self.slow', load='self.slow = s.pop("slow")',
     ),
     "float state": own("""state["sum"] = state.get("sum", 0.1) * 1.1 + 1 / 3
         return p.grad * state["sum"]"""),
@@ -210,7 +232,70 @@ def scheduler(o):
             state["m"], state["n"] = np.zeros(tuple(p.shape), np.float32), np.float64(0.1)
         state["m"] = state["m"] * np.float32(0.9) + p.grad.numpy(); state["n"] = state["n"] * 1.01
         return torch.from_numpy(state["m"]) * float(state["n"])"""),
-    "Lookahead": """
+    "SWALR": scheduler("torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=4)"),
+    "the head alone": torch_optimizer('AdamW([p for n, p in named if n.startswith("head")], lr=0.01)'),
+    "Muon on the matrices": torch_optimizer("Muon([p for n, p in named if p.dim() == 2], lr=0.01)"),
+}  # fmt: skip
+
+NOISE = own(
+    "return p.grad + 0.1 * torch.randn(p.shape, generator=self.rng)",
+    init="self.rng = torch.Generator().manual_seed(4)",
+    stored='"rng": self.rng.get_state()',
+    load='self.rng.set_state(s.pop("rng"))',
+)
+SAME_STAGES: dict[str, str] = {
+    "its own generator": NOISE,
+    "random.Random and numpy": own(
+        "return p.grad * self.a.random() * self.b.random() * self.c.rand()",
+        init="self.a, self.b, self.c = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)",
+        stored='"rngs": [self.a, self.b, self.c]',
+        load='self.a, self.b, self.c = s.pop("rngs")',
+    ),
+    "a list in the order of the parameters": own(
+        """index = next(i for i, q in enumerate(group["params"]) if q is p)
+        self.sums[index].add_(p.grad.abs())
+        return p.grad / (1 + self.sums[index])""",
+        init='self.sums = [torch.zeros_like(p) for g in self.param_groups for p in g["params"]]',
+        stored='"sums": self.sums',
+        load='self.sums = s.pop("sums")',
+    ),
+}
+REFUSED: dict[str, tuple[str, str]] = {
+    "a count that a decorated step reads": (
+        """
+class Counting(torch.optim.SGD):
+    count = 0
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+def optimizer(named):
+    return Counting(parameters(named), lr=0.1)
+""",
+        "optimizer.count",
+    ),
+    "LambdaLR with a closure": ("""
+def scheduler(o):
+    calls = [0]
+    factor = 1.0
+    def rate(step):
+        nonlocal factor
+        calls[0] += 1; factor *= 0.9
+        return factor / (1 + 0.1 * calls[0])
+    return S.LambdaLR(o, rate)
+""", "calls of rate|factor of rate"),
+    "LambdaLR with a partial": ("""
+def cosine(step, *, period, seen):
+    seen.append(step)
+    return 0.5 + 0.5 * math.cos(len(seen) / period)
+
+def scheduler(o):
+    return S.LambdaLR(o, functools.partial(cosine, period=5, seen=[]))
+""", r"lr_lambdas\[0\]\['seen'\]"),
+    "Lookahead": ("""
 class Lookahead(torch.optim.Optimizer):
     def __init__(self, base, k=3, alpha=0.5):
         self.base, self.k, self.alpha, self.count = base, k, alpha, 0
@@ -225,8 +310,8 @@ class Lookahead(torch.optim.Optimizer):
 
 def optimizer(named):
     return Lookahead(torch.optim.Adam(parameters(named), lr=0.05))
-""",
-    "averages in a step hook": """
+""", "optimizer has no state_dict"),
+    "averages in a step hook": ("""
 def optimizer(named):
     o = torch.optim.SGD(parameters(named), lr=0.1)
     average, count = {}, [0]
@@ -240,8 +325,8 @@ def optimizer(named):
                     p.copy_(0.5 * (a + p))
     o.register_step_post_hook(hook)
     return o
-""",
-    "two optimizers in one": """
+""", "average of hook|count of hook"),
+    "two optimizers in one": ("""
 class Merged(torch.optim.Optimizer):
     def __init__(self, *inner):
         super().__init__([p for o in inner for g in o.param_groups for p in g["params"]], {"lr": 0.1})
@@ -254,22 +339,21 @@ def optimizer(named):
     flat, rest = [p for _, p in named if p.dim() < 2], [p for _, p in named if p.dim() > 1]
     inner = [torch.optim.SGD(flat, lr=0.1, momentum=0.9)] if flat else []
     return Merged(*inner, *([torch.optim.AdamW(rest, lr=0.01)] if rest else []))
-""",
-    "copies of its own": own(
+""", "optimizer.inner"),
+    "copies of its own": (own(
         """ema = self.copies[p]
         ema.lerp_(p, 0.1)
         return p.grad + 0.1 * (p - ema)""",
         init='self.copies = {p: copy.deepcopy(p) for g in self.param_groups for p in g["params"]}',
-    ),
-    "SWALR": scheduler("torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=4)"),
-    "a scheduler in a step hook": """
+    ), "optimizer.copies|computes another value"),
+    "a scheduler in a step hook": ("""
 def optimizer(named):
     o = torch.optim.SGD(parameters(named), lr=0.1)
     rate = S.CosineAnnealingLR(o, 9)
     o.register_step_post_hook(lambda *_: rate.step())
     return o
-""",
-    "a step that is replaced": """
+""", "rate of"),
+    "a step that is replaced": ("""
 def optimizer(named):
     o = torch.optim.SGD(parameters(named), lr=0.1)
     plain, done = o.step, 0
@@ -281,39 +365,19 @@ def optimizer(named):
         plain()
     o.step = step
     return o
-""",
-    "the head alone": torch_optimizer('AdamW([p for n, p in named if n.startswith("head")], lr=0.01)'),
-    "Muon on the matrices": torch_optimizer("Muon([p for n, p in named if p.dim() == 2], lr=0.01)"),
-}  # fmt: skip
-
-NOISE = own(
-    "return p.grad + 0.1 * torch.randn(p.shape, generator=self.rng)",
-    init="self.rng = torch.Generator().manual_seed(4)",
-)
-SAME_STAGES: dict[str, str] = {
-    "its own generator": NOISE,
-    "random.Random and numpy": own(
-        "return p.grad * self.a.random() * self.b.random() * self.c.rand()",
-        init="self.a, self.b, self.c = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)",
-    ),
-    "a list in the order of the parameters": own(
-        """index = next(i for i, q in enumerate(group["params"]) if q is p)
-        self.sums[index].add_(p.grad.abs())
-        return p.grad / (1 + self.sums[index])""",
-        init='self.sums = [torch.zeros_like(p) for g in self.param_groups for p in g["params"]]',
-    ),
-}
-REFUSED: dict[str, tuple[str, str]] = {
-    "an open file": (own("return p.grad", init="self.log = open(1, 'w', closefd=False)"), "optimizer.log is of class"),
+""", "computes another value"),
+    "step in the optimizer": (own(
+        ADAM_BY.format(step="self.count"), begin="self.count += 1", init="self.count = 0"
+    ), "optimizer.count"),
     "an array that is kept in C": (
         own("self.n[0] += 1; return p.grad / self.n[0]", init="self.n = __import__('array').array('d', [0.0])"),
-        "optimizer.n is of class array.array",
+        "optimizer.n",
     ),
-    "an iterator": (own("return p.grad * next(self.n)", init="self.n = itertools.count(1)"), "optimizer.n is of class"),
+    "an iterator": (own("return p.grad * next(self.n)", init="self.n = itertools.count(1)"), "optimizer.n"),
     "keyed by id": (
         own("""self.seen[id(p)] = self.seen.get(id(p), 0) + 1
         return p.grad / self.seen[id(p)]""", init="self.seen = {}"),
-        r"optimizer.seen has id\(\) of parameter",
+        "optimizer.seen",
     ),
     "an object made in step": (
         own("""state.setdefault("ema", Ema()).n += 1

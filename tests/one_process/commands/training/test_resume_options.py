@@ -126,9 +126,9 @@ EDITS = {
     "another optimizer": (ADAMW, torch_optimizer("SGD(parameters(named), lr=0.01)"), "optimizer was AdamW and is SGD"),
     "a scheduler": (ADAMW, ADAMW + "\ndef scheduler(o):\n    return S.StepLR(o, 2)\n", "the scheduler was not there"),
     "no scheduler": (WARM, WARM[: WARM.index("def scheduler")], "the scheduler was there and is not"),
-    "another inner scheduler": (WARM, WARM.replace("StepLR(o, 2)", "StepLR(o, 3)"), "step_size was 2 and is 3"),
+    "another inner scheduler": (WARM, WARM.replace("StepLR(o, 2)", "StepLR(o, 3)"), r"step_size'\] was 2 and is 3"),
     "another milestone": (WARM, WARM.replace("[3])", "[5])"), r"_milestones\[0\] was 3 and is 5"),
-    "another rate function": (CASES["LambdaLR with an object"], OBJECT, "calls was 1 and is 2"),
+    "another rate function": (CASES["LambdaLR with an object"], OBJECT, r"calls'\] was 1 and is 2"),
 }
 
 

@@ -13,7 +13,7 @@ from support.pipelines import Captured, build, captured_file, minibatches, plan_
 from support.resumed import assert_equal, train, with_hooks
 
 from autopipe.errors import ModelFileError, RunError
-from autopipe.runtime.training_state.trial import prove_restorable
+from autopipe.verify.restorable import prove_restorable
 
 STEPS, STAGES = 8, 3
 

@@ -7,8 +7,8 @@
     file, loaded again   hooks -------------> restored, described -> more steps --+
 
 The two loads represent the interrupted process and the process that resumes: in the second, a global, an attribute of a
-class or a counter elsewhere is as it was at the start. The gradients are random, and the parameters are copies of a few
-of the model's, by shape.
+class or a counter elsewhere is as it was at the start. What differs between the two and is in no state_dict is refused
+by name. The gradients are random, and the parameters are copies of a few of the model's, by shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
+from autopipe.trace.state.snapshots.fingerprints import is_plain_key
+from autopipe.trace.state.snapshots.settings import SETTINGS
+from autopipe.trace.state.snapshots.snapshot import WHOLE, Snapshot
 from autopipe.workload import Workload
 from autopipe.workload.target.sources import is_installed
 
@@ -44,7 +47,10 @@ _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
 _OF_A_KIND = 12
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-_KEEP = "keep this state in optimizer.state, in param_groups, or in an attribute of the optimizer or scheduler"
+_KEEP = (
+    "keep this state in optimizer.state or in param_groups, or return it from state_dict() and set it in "
+    "load_state_dict() of the optimizer or scheduler"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,6 @@ class _Side:
     training: Training
     # of the user's code
     modules: Sequence[types.ModuleType]
-    # their globals before the first step
-    before: dict[str, Any]
 
 
 class _UntriedError(Exception):
@@ -139,14 +143,13 @@ def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | Non
     if optimizer is None:
         return None
     training = Training(owned, optimizer, again.scheduler(optimizer))
-    modules = _modules(training)
-    return _Side(training, modules, _outside(modules))
+    return _Side(training, _modules(training))
 
 
 def _compare(first: _Side, second: _Side) -> None:
     draws = torch.Generator().manual_seed(1)
+    varying = _unlike(first, second)
     _steps(first, FIRST_STEPS, draws)
-    _refuse_written_outside(first)
     ours = _described(first.training)
     tree = json.loads(json.dumps(ours.tree))
     tensors = {name: tensor.clone() for name, tensor in ours.tensors.items()}
@@ -162,16 +165,18 @@ def _compare(first: _Side, second: _Side) -> None:
             remedy="create it in the optimizer or scheduler hook, or use only numbers, tensors, lists and dicts",
         ) from None
     _refuse_unequal(ours, _described(second.training))
+    outside = _unlike(first, second) - varying
     state = draws.get_state()
     _steps(first, FURTHER_STEPS, draws)
     draws.set_state(state)
     _steps(second, FURTHER_STEPS, draws)
+    _refuse_outside(outside & _unlike(first, second), first.training)
     theirs = second.training.owned
     for name, parameter in first.training.owned.items():
         if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
             raise RunError(
                 "a run could not resume from its own checkpoint: after its state was stored and restored, the "
-                f"optimizer computes another value for {name}. It reads state that neither it nor the scheduler has",
+                f"optimizer computes another value for {name}. It reads state that is in no state_dict",
                 where=_class(first.training.optimizer),
                 remedy=_KEEP,
             )
@@ -250,61 +255,64 @@ def _class(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-# -- state outside of optimizer and scheduler --------------------------------------------------------------------------
+# -- state outside of the state dicts ----------------------------------------------------------------------------------
 
 
-def _refuse_written_outside(side: _Side) -> None:
-    """Refuse steps that write a global or an attribute of a class. A list that only grew counts as a log.
+def _refuse_outside(names: Collection[str], training: Training) -> None:
+    """Refuse what a restored optimizer or scheduler does not have. Raises: RunError naming the first place.
 
-    Raises: RunError naming it.
+    A value that no code reads, such as a norm for the log, decides nothing.
     """
-    for name, now in _outside(side.modules).items():
-        before = side.before.get(name, now)
-        if before != now and not _grew(before, now):
+    for name in sorted(names):
+        if not training.is_unread(name):
             raise RunError(
-                f"a step of {_class(side.training.optimizer)} changes {name}, which is not part of the optimizer or "
-                "the scheduler: checkpoints do not store it",
+                f"a step of {_class(training.optimizer)} changes {name}, which is in no state_dict: checkpoints do not "
+                "store it",
                 where=name,
                 remedy=_KEEP,
             )
 
 
-def _grew(before: Any, now: Any) -> bool:
-    if not (isinstance(before, dict) and isinstance(now, dict) and before.get("is") == now.get("is") == "list"):
-        return False
-    earlier: list[Any] = before["items"]
-    return len(now["items"]) > len(earlier) and now["items"][: len(earlier)] == earlier
+def _unlike(first: _Side, second: _Side) -> set[str]:
+    """Return the names of the places that two loads reach and whose values differ.
+
+    A list in a global of the first that begins with the entries of the second has only grown: it counts as a log.
+    """
+    ours, theirs = _reached(first), _reached(second)
+    unlike = {name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)}
+    lists = {name for name in unlike if name.isidentifier()}  # others are of the optimizer or a closure
+    grown = {name for name in lists if _length(ours.get(name)) > _length(theirs.get(name)) >= 0}
+    begun = {name for name in grown if not any(entry.startswith(f"{name}[") and entry in theirs for entry in unlike)}
+    return {name for name in unlike if not any(name == log or name.startswith(f"{log}[") for log in begun)}
 
 
-def _outside(modules: Sequence[types.ModuleType]) -> dict[str, Any]:
-    """Describe the globals, and the attributes of classes, of modules."""
-    described: dict[str, Any] = {}
-    for module in modules:
-        for name, value in vars(module).items():
-            if name.startswith("__") or isinstance(value, types.ModuleType):
-                continue
-            if isinstance(value, type):
-                if value.__module__ == module.__name__:
-                    attributes = {
-                        k: v for k, v in vars(value).items() if not k.startswith("__") or isinstance(v, (int, list))
-                    }
-                    described.update({f"{name}.{k}": _plain(v) for k, v in attributes.items()})
-            else:
-                described[f"{module.__name__}.{name}"] = _plain(value)
-    return {name: value for name, value in described.items() if value is not None}
+# of an optimizer's state_dict, and compared with it; the defaults, which torch reads for new groups only
+_STORED = ("optimizer.state[", "optimizer.param_groups[", "optimizer.defaults")
 
 
-def _plain(value: Any) -> Any:
-    """Return the description of a value with the contents of its tensors. None: it has none, or is large."""
-    try:
-        described = describe({"value": value}, {})
-    except (UnstorableError, RecursionError):
-        return None
-    if sum(tensor.numel() for tensor in described.tensors.values()) > _MOST_NUMBERS:
-        return None
-    node = json.loads(json.dumps(described.tree.get("value")))
-    contents = [tensor.tolist() for tensor in described.tensors.values()]
-    return {"is": "with tensors", "node": node, "contents": contents} if contents else node
+def _reached(side: _Side) -> dict[str, list[Any]]:
+    """Return the plain values, generators and small tensors that optimizer, scheduler and files reach, by name."""
+    roots = [*side.training.roots.items(), *((module.__name__, module) for module in side.modules)]
+    snapshot = Snapshot.of(roots)
+    reached: dict[str, list[Any]] = {}
+    for (owner, key), value in snapshot.values.items():
+        name = snapshot.names[owner, key]
+        if value and value[0] == "==" and owner != id(SETTINGS) and not name.startswith(_STORED):
+            content = value[1]
+            if key == WHOLE and isinstance(content, tuple):  # a length and keys, some of which may be parameters
+                content = _Content(len=content[0], keys=[k if is_plain_key(k) else type(k) for k in content[1:]])
+            reached.setdefault(name, []).append(content)
+    return reached
+
+
+class _Content(dict[str, Any]):
+    """The length and the keys of a container."""
+
+
+def _length(values: list[Any] | None) -> int:
+    """Return the length of a list or a deque, -1 for all else."""
+    whole = values[0] if values and len(values) == 1 else None
+    return whole["len"] if isinstance(whole, _Content) and not whole["keys"] else -1
 
 
 def _modules(training: Training) -> Sequence[types.ModuleType]:
