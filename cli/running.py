@@ -11,9 +11,10 @@ import click
 
 from autopipe.commands import options as table
 from autopipe.commands.metrics.registry import LOGGERS
-from autopipe.commands.settings import DATA_READERS, EXPORT_FORMATS
+from autopipe.commands.settings import EXPORT_FORMATS
 from autopipe.launch.registry import LAUNCHERS
 from autopipe.pipeline import Pipeline
+from autopipe.runtime.job import DATA_READERS
 
 from . import documents, failures, launching, options, submitting, types
 from .terminal import Terminal
@@ -158,9 +159,9 @@ class Resuming(click.Command):
 @options.option(
     "--data-reader",
     type=types.one_of("reader", *DATA_READERS),
-    default="auto",
+    default="one",
     show_default=True,
-    help="Which ranks read the data: each rank, or one (rank 0) for all; auto: each, if the data repeats.",
+    help="Which ranks read the data: one (rank 0) for all, or each rank all of it.",
 )
 @options.option("--allow-other-data", is_flag=True, help="Let --resume continue although the data has changed.")
 @launching.launching

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from autopipe.commands.settings import (
     AUTO_TEAM,
-    DATA_READERS,
     EXPORT_FORMATS,
     CheckSettings,
     ClusterSettings,
@@ -28,6 +27,7 @@ from autopipe.commands.settings import (
 )
 from autopipe.launch.registry import LAUNCHERS
 from autopipe.launch.request import LaunchSettings
+from autopipe.runtime.job import DATA_READERS
 
 if TYPE_CHECKING:
     from autopipe.launch.request import Host

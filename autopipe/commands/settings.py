@@ -19,7 +19,6 @@ ELASTIC_RESTARTS = 3
 AUTO_TEAM = 0
 CHECKPOINT_SECONDS = 600.0
 EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
-DATA_READERS = ("auto", "each", "one")
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "after_step", "evaluate_data")
 
 Progress = Callable[[str, float], None]
@@ -205,13 +204,13 @@ class TrainSettings:
     init_from: Path | None = None  # initial weights; ignored by a resumed run
     trust: bool = False  # accept a format of ``init_from`` that can run code
     measure_memory: bool = False
-    data_reader: str = "auto"  # one of ``DATA_READERS``; "auto": each rank if the data repeats, else rank 0 for all
+    data_reader: str = "one"  # one of ``runtime.job.DATA_READERS``
     same_data: bool = True  # see ``runtime.job.Job``
     replay: str = "some"  # see ``runtime.job.Job``
     new_rate: float | None = None  # a learning rate that replaces the one of the checkpoint
     audit_every: int | None = None  # steps; 0: never; None: as often as costs little, and the second step
     audit_offset: int = 0  # as in ``runtime.job.Job``; ``train`` chooses it
-    data_repeats: bool = False  # as in ``runtime.job.Job``; ``train`` finds out
+    first_minibatch: str = ""  # as in ``runtime.job.Job``; ``train`` reads it
     compile: bool | None = None  # compile the stages; None: as in the resumed run, else not
     on_step: str | Callable[..., Any] | None = None  # a TARGET or a function; None: that of the model file
     on_evaluate: str | Callable[..., Any] | None = None  # the same

@@ -119,6 +119,8 @@ def save(value: Any, path: Path) -> None:
 def load(kind: type[T], path: Path, *, renew: str) -> T:
     """Read an artifact of ``kind``. ``renew``: the command that writes it again, for errors.
 
+    Keys in ``REMOVED`` of the kind are ignored.
+
     Raises: ArtifactError naming the file, the field and ``renew``; VersionError for another format version.
     """
 
@@ -150,8 +152,9 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
             remedy=renew,
         )
     written = document.pop("digest", None)
+    removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
     try:
-        value = typing.cast(T, decode(kind, document, ""))
+        value = typing.cast(T, decode(kind, {k: v for k, v in document.items() if k not in removed}, ""))
     except AutopipeError as error:
         raise damaged(error.what) from None
     if written is not None and written != _digest_of(document):

@@ -76,7 +76,10 @@ def loss_channel(request: ScheduleSpec, rank: int) -> Channel:
 
 
 def batch_channel(rank: int) -> Channel:
-    """Return the channel on which rank 0 sends another rank its part of the minibatches, if rank 0 reads for all."""
+    """Return the channel on which rank 0 sends another rank its part of the minibatches, if rank 0 reads for all.
+
+    If ranks are teams, these are processes: the first sends to every other one.
+    """
     return Channel(BATCH, 0, 0, 0, rank)
 
 

@@ -31,7 +31,7 @@ from autopipe.ir.initial_values import InitialValues
 from autopipe.ir.plan import Plan
 
 NONFINITE = ("stop", "warn", "skip")
-DATA_READERS = ("each", "one")
+DATA_READERS = ("one", "each")
 REPLAYS = ("some", "all")
 
 
@@ -40,6 +40,7 @@ class Job:
     """The settings of a run."""
 
     FORMAT: ClassVar[int] = 2  # 2: digests of the initial values
+    REMOVED: ClassVar[frozenset[str]] = frozenset({"data_repeats"})  # in files of earlier versions
 
     # 0: as many as ``epochs`` epochs hold
     steps: int
@@ -60,8 +61,9 @@ class Job:
     audit_every: int = 0
     audit_offset: int = 0
     audit_first: int = -1
-    # a process that opens the data again reads the same minibatches
-    data_repeats: bool = False
+    # the digest of the first minibatch as the command has read it. An audit that reads the same one expects the
+    # minibatches of the run to be those that it reads; "": unknown
+    first_minibatch: str = ""
     # how many of the newest checkpoints are kept; 0: all
     keep_checkpoints: int = 3
     # the step of the checkpoint to resume from; -1: start from the beginning
@@ -88,8 +90,8 @@ class Job:
     measure_memory: bool = False
     # with a spilled plan: the memory of the device; 0: all of it
     device_budget_bytes: int = 0
-    # one of ``DATA_READERS``: each rank reads, or rank 0 reads for all
-    data_reader: str = "each"
+    # one of ``DATA_READERS``: rank 0 reads for all, or each rank reads
+    data_reader: str = "one"
     # the socket from which rank 0 receives the minibatches, see ``runtime.batches.from_loop``; "": the model's data
     loop: str = ""
     # a run that resumes is evaluated first: the one before was killed while it evaluated

@@ -165,18 +165,17 @@ class RankSession:
     ) -> Reader:
         """Return the reader of minibatches. ``open_epoch``: epoch -> minibatches; ``who``: of DATA_READERS."""
         name, steps = self.workload.name, self.job.steps if training else 0
-        leads = self.transport.leads
+        leads, transport = self.transport.leads, self.transport
+        processes = transport.processes if isinstance(transport, TeamTransport) else transport
         source = Source(
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
         if who == "one":
-            reader = OneReads(source, self._recordings, self.transport, self.reporter, self._placement, training)
+            reader = OneReads(source, self._recordings, processes, self.reporter, self._placement, training)
             if training and self.job.loop:
                 source.once = True
                 read_from_loop(self.workload, self.job.loop, self.reporter).waits = reader.waits
             return reader
-        transport = self.transport
-        processes = transport.processes if isinstance(transport, TeamTransport) else transport
         exchange = DigestExchange(processes, evaluating=not training)
         return EachReads(source, self._recordings, exchange, self._placement, training)
 

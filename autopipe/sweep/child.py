@@ -260,8 +260,6 @@ def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False
     given = values.parsed(json.loads(options), OPTIONS)
     given.setdefault("gpus", 1)
     given.setdefault("max_restarts", 3)
-    if given["gpus"] == 1:
-        given.setdefault("data_reader", "each")  # a single rank: whether the data repeats need not be tested
     if resume:
         given = {name: value for name, value in given.items() if name not in _OF_THE_PLAN}
     return table.train_settings(target, given | {"work_dir": work_dir}, launch=table.launch_settings(given))

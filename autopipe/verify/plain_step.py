@@ -1,9 +1,9 @@
 """One step of a run by the plain loop, from the state and batch of the run, compared with the result of the run.
 
 It proves that from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt, lead
-to the state of the run after the step: weights, buffers, averages, the state of the optimizer. If the data repeats, it
-also proves that the minibatch is the one at its place. It cannot detect state that existed only in the process of the
-run, such as a counter in the user's file.
+to the state of the run after the step: weights, buffers, averages, the state of the optimizer. If this process reads
+the first minibatch that the command has read, it also proves that the minibatch is the one at its place. It cannot
+detect state that existed only in the process of the run, such as a counter in the user's file.
 """
 
 from __future__ import annotations
@@ -55,26 +55,32 @@ READ_SECONDS = 5.0
 """How long an audit reads; a minibatch further on is not compared."""
 
 
-def is_in_place(workload: Workload, batch_size: int, before: Manifest, item: Any) -> bool | None:
+def is_in_place(workload: Workload, batch_size: int, first: str, before: Manifest, item: Any) -> bool | None:
     """Return whether a minibatch is the one that the data gives at the place that a run has reached.
 
-    ``before``: the manifest of the state before it, with the digest of the minibatches of the epoch so far. None: it
-    takes too long to read so far, or two readings differ.
+    ``first``: the digest of the first minibatch as the command has read it. ``before``: the manifest of the state
+    before the minibatch, with the digest of the minibatches of the epoch so far. None: this process reads another first
+    minibatch than the command did, it takes too long to read so far, or two readings differ.
     """
-    expected = before.data or "", digest_of(item)
-    readings: list[tuple[str, bytes]] = []
+    expected = first, before.data or "", digest_of(item)
+    readings: list[tuple[str, str, bytes]] = []
     while len(readings) < 2:  # a difference counts if it is the same in a second reading
         reading = _read(workload, batch_size or None, before.epoch, before.position)
-        if reading is None or reading == expected:
-            return None if reading is None else True
+        if reading is None or reading[0] != first:
+            return None
+        if reading == expected:
+            return True
         readings.append(reading)
     return False if readings[0] == readings[1] else None
 
 
-def _read(workload: Workload, batch_size: int | None, epoch: int, position: int) -> tuple[str, bytes] | None:
-    """Return the digest of the first minibatches of an epoch and that of the next one; None after READ_SECONDS."""
+def _read(workload: Workload, batch_size: int | None, epoch: int, position: int) -> tuple[str, str, bytes] | None:
+    """Return the digests of the first minibatch, of the first ones of an epoch, and of the next one.
+
+    None after READ_SECONDS.
+    """
     deadline = time.monotonic() + READ_SECONDS
-    digest, count = b"", 0
+    first, digest, count = "", b"", 0
     for number in range(epoch + 1):
         with exclusive():
             minibatches = iter(workload.items(batch_size, epoch=number))
@@ -83,13 +89,14 @@ def _read(workload: Workload, batch_size: int | None, epoch: int, position: int)
                 item = next(minibatches, None)
             if item is None:
                 break
+            first = first or digest_of(item).hex()
             if number == epoch and count == position:
-                return digest.hex(), digest_of(item)
+                return first, digest.hex(), digest_of(item)
             if number == epoch:
                 digest, count = chained(digest, digest_of(item)), count + 1
             if time.monotonic() > deadline:
                 return None
-    return digest.hex(), b""
+    return first, digest.hex(), b""
 
 
 logger = logging.getLogger(__name__)
@@ -103,7 +110,8 @@ _OUT_OF_PLACE = "its minibatch is not the one that the data gives at this place 
 def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResult:
     """Compare minibatch ``step`` of the run at ``path``, whose loss was ``loss``, with the plain loop.
 
-    ``elsewhere``: why the processors of the ranks may round differently from this one, "" if they are the same.
+    ``elsewhere``: why the processors of the ranks may round differently from this one, "" if they are the same. The
+    files of the data may be others there, so the place of the minibatch in the data is only verified here.
 
     Raises: ArtifactError if a file of the audit is damaged; the errors of the user's code.
     """
@@ -119,10 +127,10 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     torch.set_num_threads(job.threads)
     ours = RunStep.read(files)
     in_place = None
-    if job.data_repeats:
+    if job.first_minibatch and not elsewhere:
         item, _ = batch.load(files.batch)
         workload = Workload.from_spec(context.plan.workload)
-        in_place = is_in_place(workload, job.batch_size, ours.before.manifest, item)
+        in_place = is_in_place(workload, job.batch_size, job.first_minibatch, ours.before.manifest, item)
     if in_place is False:
         return AuditResult(step, DIFFERENT, reason=_OUT_OF_PLACE, in_place=False)
     order = SumOrder.of(context)

@@ -48,14 +48,14 @@ def run(hosts: Hosts, folder: Path, name: str, *words: str) -> subprocess.Comple
 
 def test_a_file_that_differs_on_one_host_ends_the_run_at_that_step(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    done = run(hosts, tmp_path, "each")
+    done = run(hosts, tmp_path, "each", "--data-reader", "each")
     stderr = " ".join(done.stderr.split())
     assert done.returncode == 3, stderr
     assert "rank 1 read another minibatch for step 5 than rank 0 did (minibatch 4 of epoch 0)" in stderr
     assert "give every host the same files" in stderr
     assert max(path.name for path in (tmp_path / "each/checkpoints").glob("step-*")) <= "step-00000004"
 
-    done = run(hosts, tmp_path, "one", "--data-reader", "one")
+    done = run(hosts, tmp_path, "one")
     assert done.returncode == 0, done.stderr
     here = subprocess.run(
         [AUTOPIPE, *WORDS, "--run-dir", "local"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands, write_model
-from support.warm import DATA_LIBRARY, brief, reading
+from support.warm import DATA_LIBRARY, brief
 
-from autopipe.commands.training import repeating
 from autopipe.launch.rank import forked
 
 # before any test starts the fork server of this process
@@ -18,13 +17,9 @@ forked.PRELOAD = [*forked.PRELOAD, DATA_LIBRARY]
 
 @pytest.fixture(autouse=True)
 def warm_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process read data in processes that need not import torch, unless ``NEW_PROCESSES`` of the module.
-
-    It also waits less.
-    """
+    """Let the commands of this process wait less, unless ``NEW_PROCESSES`` of the module."""
     if not getattr(request.module, "NEW_PROCESSES", False):
         brief.shorten(monkeypatch.setattr)
-        monkeypatch.setattr(repeating, "probe_command", reading.command)
 
 
 @pytest.fixture

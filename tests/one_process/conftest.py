@@ -6,20 +6,18 @@ import textwrap
 import pytest
 import torch
 from click.testing import CliRunner
-from support.warm import brief, reading
+from support.warm import brief
 
 from autopipe.cli.main import autopipe
-from autopipe.commands.training import repeating
 from autopipe.launch.rank.forked import preload
 from autopipe.workload import LoadOptions, load_workload
 
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes():
-    """Let the commands of this process read data in processes that need not import torch, and wait less."""
+    """Let the commands of this process wait less."""
     with pytest.MonkeyPatch.context() as patch:
         brief.shorten(patch.setattr)
-        patch.setattr(repeating, "probe_command", reading.command)
         yield
 
 

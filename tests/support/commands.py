@@ -22,7 +22,6 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 
 from .waiting import short_pause, under_load
-from .warm import reading
 from .warm.programs import AUTOPIPE, run_warm
 
 STARTED = str(Path(__file__).with_name("warm") / "started.py")
@@ -112,7 +111,7 @@ class Commands:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command."""
-        command = [AUTOPIPE] if self.new else [sys.executable, STARTED, json.dumps(reading.command()), AUTOPIPE]
+        command = [AUTOPIPE] if self.new else [sys.executable, STARTED, AUTOPIPE]
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=self.folder,

@@ -230,7 +230,6 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
                 steps=probe_models.STEPS if size == 1 else FEWER_STEPS,
                 check_first=False,
                 record_timeline=True,
-                data_reader="each",
                 audit_every=0,
             )
             run = runs.train(settings, ignore_event)

@@ -27,8 +27,7 @@ from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
-from autopipe.commands.training.lookahead import covered
-from autopipe.commands.training.repeating import Repeating, begin, explain
+from autopipe.commands.training.lookahead import covered, first_minibatches
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.commands.users_files import digest_of_file, users_files, versions
 from autopipe.errors import AutopipeError, RunError, counted
@@ -78,18 +77,11 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     The last minibatch is one sample smaller, so that microbatches of unequal size are compared as well. Ranks are
     threads; the stage files, the schedule and the loop over instructions are those of ``train``.
     """
-    with (
-        only_one(settings.plan.work_dir, "compares a plan with plain training"),
-        Repeating(settings.plan.work_dir) as repeating,
-    ):
-        if settings.plan.gpus != 1:
-            repeating.start()
+    with only_one(settings.plan.work_dir, "compares a plan with plain training"):
         prepared = prepare(settings.plan, progress)
         if prepared.plan.num_processes > 1:
-            begin(repeating, prepared, evaluation=False)
-        if repeating.begun:
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
-            prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
+            prepared = covered(prepared, first_minibatches(prepared).forms, work, again, progress=progress)
         if settings.compile:
             refuse_uncompilable(prepared.plan)
         refuse_changed_data(prepared)
@@ -107,8 +99,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         result = compared.comparison
         if result is None:
             raise hidden or RunError(compared.note)
-        unproven = explain(repeating.finish()) if repeating.begun else ""
-        prepared = replace(prepared, warnings=(*prepared.warnings, *filter(None, [unproven, compared.note])))
+        prepared = replace(prepared, warnings=(*prepared.warnings, *filter(None, [compared.note])))
         cause = hidden or (None if result.equal or result.nonfinite else unequal(result, prepared))
         cause = cause or refusal_of_weights(compared.full_batch)
         return replace(_report(result, prepared, cause), full_batch=compared.full_batch)

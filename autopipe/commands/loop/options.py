@@ -59,7 +59,7 @@ def options_of(given: Mapping[str, Any], first: Any) -> dict[str, Any]:
     batch.store(first, None, folder)
     write_text(folder / _FILE, _TEXT)
     others = {name: value for name, value in given.items() if name not in _REFUSED}
-    return others | {"data": f"{folder / _FILE}:data", "data_reader": "one", "epochs": 1}
+    return others | {"data": f"{folder / _FILE}:data", "epochs": 1}
 
 
 def refuse_impossible(settings: TrainSettings, prepared: Prepared) -> None:
@@ -75,11 +75,6 @@ def refuse_impossible(settings: TrainSettings, prepared: Prepared) -> None:
                 remedy="name the model again, with its own data; or continue with steps(batches, resume=True)",
             )
         return
-    if plan.team > 1:
-        raise RunError(
-            f"with tensor_parallel={plan.team} every rank reads the data, but only rank 0 receives it from the loop",
-            remedy="omit tensor_parallel, or use train",
-        )
     if not REGISTRY[plan.schedule].synchronous:
         raise RunError(
             f"schedule {plan.schedule!r} begins a minibatch before it ends the one before, but the loop gives a "

@@ -27,11 +27,11 @@ from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Store
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.out_of_memory import advise
-from autopipe.commands.training.repeating import Repeats
 from autopipe.commands.training.resuming import lacking_version, newest_intact
 from autopipe.errors import AuditError, PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
+from autopipe.launch.rank.forked import end_fork_server
 from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
@@ -58,11 +58,11 @@ class Attempts:
     listener: Listener
     events: Events
     make_job: MakeJob  # makes the job of the ranks from settings, plan and first step
-    repeats: Callable[[], Repeats]  # tests whether the data is the same each time it is read
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
     stopped_by: str = ""  # what requested the stop of the run, such as SIGTERM; "" without a request
+    _other_digest: str = ""  # of the data that the ranks read in place of that before the checkpoint
 
     @property
     def steps(self) -> int:
@@ -150,7 +150,10 @@ class Attempts:
     def _handle_other_data(self, start: int) -> bool:
         """Prepare the next attempt if the ranks read other data than before the checkpoint; return whether they did.
 
-        Raises: RunError if a replay of all epochs did not help either.
+        They read it again: first with all earlier epochs, then in new processes. If those read something else again,
+        the data does not repeat, and the run continues with what it gives.
+
+        Raises: RunError if two processes read the same.
         """
         event = self.listener.other_data
         if event is None:
@@ -160,18 +163,25 @@ class Attempts:
             earlier = counted(epoch, "earlier epoch")
             self.events("note", {"text": f"the data depends on earlier epochs: reading {earlier} again, in full"})
             self.settings = dataclasses.replace(self.settings, replay="all")
+        elif not self._other_digest:
+            self._other_digest = event["digest"]
+            self.events(
+                "note",
+                {"text": "the data is not what the interrupted run read: reading it once more, in a new process"},
+            )
+            end_fork_server()
+        elif self._other_digest == event["digest"]:
+            replayed = ", even after a replay of all earlier epochs" if epoch else ""
+            raise RunError(
+                f"the data differs from that of the interrupted run: the first {count} of epoch {epoch} are not "
+                f"those that it read{replayed}",
+                where=str(checkpoints.directory_of(self.run.checkpoints, start)),
+                remedy="restore the files, the seed and the batch size of the data; or continue with other data: "
+                "--allow-other-data",
+            ) from None
         else:
-            repeats = self.repeats()
-            if repeats.answer is not False:
-                replayed = ", even after a replay of all earlier epochs" if epoch else ""
-                raise RunError(
-                    f"the data differs from that of the interrupted run: the first {count} of epoch {epoch} are not "
-                    f"those that it read{replayed}",
-                    where=str(checkpoints.directory_of(self.run.checkpoints, start)),
-                    remedy="restore the files, the seed and the batch size of the data; or continue with other data: "
-                    "--allow-other-data",
-                ) from None
-            self.events("note", {"text": f"warning: {repeats.why}: the run continues with other minibatches"})
+            why = "the data does not repeat (two processes read different minibatches)"
+            self.events("note", {"text": f"warning: {why}: the run continues with other minibatches"})
             self.settings = dataclasses.replace(self.settings, same_data=False)
         self.run.write_job(self.make_job(self.settings, self.prepared, start))
         return True
@@ -186,7 +196,7 @@ class Attempts:
     def _restart(self, error: WorkerError) -> int:
         """Prepare the next attempt; return the step it resumes from, -1 for the beginning."""
         what, where, reached = _failure(error, self.listener)
-        start = newest_intact(self.run)
+        start, self._other_digest = newest_intact(self.run), ""
         if self.settings.elastic and self.prepared.plan.num_ranks > 1:
             self._replan(self._remaining_ranks(error), start)
         else:  # use the plan and stage files of the run, because those of the work directory may have changed

@@ -1,15 +1,17 @@
 """Capture later forms of batches before training, and make a plan that supports them, or refuse training.
 
 While ranks run, code is generated for a batch of another form, with the parameters that each stage has. A layer that
-only such batches use may be in another stage than the one that needs it. So the forms of the first minibatches, as
-``workload.batches.probe`` reads them, are captured here. If a stage lacks state that they need, the plan is made again
-with that state in the right stage. If that does not help, training is refused.
+only such batches use may be in another stage than the one that needs it. So the first minibatches are read here, and
+their forms captured. If a stage lacks state that they need, the plan is made again with that state in the right stage.
+If that does not help, training is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +32,46 @@ from autopipe.planning.cut_mapping import homes, map_cuts_to
 from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.trace import capture
+from autopipe.workload.batches.digests import digest_of
 from autopipe.workload.batches.forms import form_of
-from autopipe.workload.batches.probe import SeenForm
+
+# how many minibatches are read: LEAST, and until there are MOST, or as many forms, or the seconds are over
+LEAST_MINIBATCHES, MOST_MINIBATCHES, MOST_SECONDS = 3, 64, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SeenForm:
+    """A form of a microbatch."""
+
+    minibatch: int  # the first of the training data that has it, from 0
+    form: BatchForm
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMinibatches:
+    """What the first minibatches of the training data show."""
+
+    forms: tuple[SeenForm, ...] = ()
+    digest: str = ""  # of the first one
+
+
+def first_minibatches(prepared: Prepared) -> FirstMinibatches:
+    """Read the first minibatches of a prepared run. What fails here ends the reading: training reports it."""
+    workload, count = prepared.workload, prepared.plan.num_microbatches
+    deadline = time.monotonic() + MOST_SECONDS
+    forms: dict[str, SeenForm] = {}
+    digest = ""
+    with contextlib.suppress(Exception):
+        items = workload.items(batch_size_of(workload, prepared.plan))
+        for index, item in enumerate(itertools.islice(items, MOST_MINIBATCHES)):
+            digest = digest or digest_of(item).hex()
+            for part in workload.split(item, count):
+                form = form_of(part)
+                forms.setdefault(artifact.canonical(form), SeenForm(index, form))
+            enough = time.monotonic() > deadline or len(forms) >= MOST_MINIBATCHES
+            if enough and index + 1 >= LEAST_MINIBATCHES:
+                break
+    return FirstMinibatches(tuple(forms.values()), digest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,16 +25,15 @@ from autopipe.commands.metrics.registry import begin as begin_loggers
 from autopipe.commands.metrics.registry import refuse_missing
 from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.prepared import Prepared
-from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
+from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, TrainSettings
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts
 from autopipe.commands.training.disk import refuse_full_disk
 from autopipe.commands.training.listener import Listener
-from autopipe.commands.training.lookahead import covered
+from autopipe.commands.training.lookahead import covered, first_minibatches
 from autopipe.commands.training.measured import write_speed, write_timeline
-from autopipe.commands.training.repeating import Repeating, begin, explain, repeats_now
 from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
 from autopipe.commands.training.resuming import chosen, refuse_lacking_version, refuse_other_model
@@ -83,19 +82,20 @@ def train(
     refuse_missing(settings.log)
     settings = _with_places(settings)
     with contextlib.ExitStack() as locks:
-        with only_one(settings.plan.work_dir, "prepares a run"), Repeating(settings.plan.work_dir) as repeating:
+        with only_one(settings.plan.work_dir, "prepares a run"):
             path, source = _existing(settings, locks) if settings.resume else (None, None)
             if path is not None and source is not None:
                 settings = as_recorded(with_own_plan(settings, RunDirectory(path)), source)
             if settings.launch.name != "ssh":  # its ranks run on other hosts
                 preload()
-            if settings.data_reader == "auto" and settings.plan.gpus != 1:
-                repeating.start()
-            accept = None if source is None else functools.partial(refuse_other_model, source)
+            accept = None if source is None else partial(refuse_other_model, source)
             prepared = prepare(settings.plan, progress, accept)
-            if settings.data_reader == "auto" and prepared.plan.num_processes > 1:
-                begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
-                prepared = _covered(settings, prepared, repeating, progress)
+            if prepared.plan.num_processes > 1:
+                first = first_minibatches(prepared)
+                work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
+                prepared = covered(prepared, first.forms, work, again, steps=settings.steps or 0, progress=progress)
+                if not settings.loop:  # its minibatches cannot be read again
+                    settings = replace(settings, first_minibatch=first.digest)
             for text in (*prepared.notes, *(f"warning: {warning}" for warning in prepared.warnings)):
                 events("note", {"text": text})
             events("plan", {"plan": prepared.plan})
@@ -120,8 +120,6 @@ def train(
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
             compared = _compared(settings, prepared, events)
-            settings = _with_reader(settings, repeating, events)
-            _refuse_one_reader(settings, prepared)
             path = path or _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
@@ -167,40 +165,9 @@ def _with_places(settings: TrainSettings) -> TrainSettings:
     return replace(settings, excluded_devices=tuple(sorted(others | set(settings.excluded_devices))))
 
 
-def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
-    """Return the prepared run, with a plan that supports all forms of batches in the first minibatches."""
-    if not repeating.begun:
-        return prepared
-    work = Work.begin(settings.plan.work_dir, progress)
-    again = functools.partial(prepare, settings.plan, progress)
-    return covered(prepared, repeating.forms(), work, again, steps=settings.steps or 0, progress=progress)
-
-
 def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     specs = {name: spec for name, spec in prepared.graph.parameters.items() if spec.requires_grad}
     return {name: (spec.concrete({}), getattr(torch, spec.dtype)) for name, spec in specs.items()}
-
-
-def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:
-    """Return the settings with the reader of the data determined, if the test of the data has begun."""
-    if not repeating.begun:
-        return settings
-    events("progress", {"what": "testing whether the data repeats, in two processes", "fraction": 0.0})
-    repeats = repeating.finish()
-    if explain(repeats):
-        events("note", {"text": f"warning: {explain(repeats)}"})
-    same = settings.same_data and repeats.answer is not False
-    return replace(settings, data_reader=repeats.reader, same_data=same, data_repeats=repeats.answer is True)
-
-
-def _refuse_one_reader(settings: TrainSettings, prepared: Prepared) -> None:
-    """Refuse teams whose members would get the data from one rank. Raises: RunError."""
-    if settings.data_reader == "one" and prepared.plan.team > 1:
-        raise RunError(
-            f"with --tensor-parallel {prepared.plan.team}, every rank reads the data, and its members need the "
-            "same minibatches; but one rank would read for all (--data-reader one)",
-            remedy="let every process read the same data in the same order, with a seeded generator",
-        )
 
 
 def _verify_initial_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
@@ -228,7 +195,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDir
         audit_every=auditing.interval(settings, prepared),
         audit_offset=settings.audit_offset,
         audit_first=auditing.first(settings, prepared, max(start, 0)),
-        data_repeats=settings.data_repeats,
+        first_minibatch=settings.first_minibatch,
         deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,
@@ -243,7 +210,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int, *, run: RunDir
         evaluation_note=prepared.evaluation_note,
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
-        data_reader="each" if settings.data_reader == "auto" else settings.data_reader,
+        data_reader=settings.data_reader,
         same_data=settings.same_data,
         loop=settings.loop,
         replay=settings.replay,
@@ -299,8 +266,7 @@ def _launch(
         run,
         listener,
         events,
-        functools.partial(_job, run=run),
-        lambda: repeats_now(prepared),
+        partial(_job, run=run),
         rendezvous,
         stop,
     )

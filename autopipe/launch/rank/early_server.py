@@ -39,7 +39,7 @@ def fork_early() -> None:
     from autopipe.launch.rank.deferred import defer
 
     defer()  # in the ranks
-    from autopipe.launch.rank import reading, worker  # noqa: F401  # for the forked processes
+    from autopipe.launch.rank import worker  # noqa: F401  # for the forked processes
 
     gc.freeze()  # what is imported stays: no process reads it again, and copies its pages, to find garbage
     if not may_fork():

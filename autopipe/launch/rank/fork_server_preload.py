@@ -12,6 +12,6 @@ from autopipe.launch.rank.deferred import defer  # noqa: E402
 
 defer()  # in the ranks
 
-from autopipe.launch.rank import reading, worker  # noqa: E402  # after die_with_parent: the import takes seconds
+from autopipe.launch.rank import worker  # noqa: E402  # after die_with_parent: the import takes seconds
 
-__all__ = ["reading", "worker"]
+__all__ = ["worker"]

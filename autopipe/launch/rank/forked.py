@@ -185,6 +185,12 @@ def preload(also: Sequence[str] = ()) -> None:
         forkserver.ensure_running()
 
 
+def end_fork_server() -> None:
+    """End the fork server, if it runs. The next rank is forked from a new one, with another seed of string hashes."""
+    with stop_signals_blocked():
+        FORK_SERVER._stop()
+
+
 def fork_server_runs() -> bool:
     """Return whether this process has a fork server, which may have ended meanwhile."""
     return FORK_SERVER._forkserver_pid is not None

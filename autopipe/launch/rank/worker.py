@@ -215,7 +215,7 @@ def _connect(
     channels, groups = context.channels, context.groups
     on_host = groups  # those that sum CPU tensors
     if size > 1:
-        channels = tuple(channels_of(channels, size))
+        channels = tuple(channels_of(channels, context.plan.num_ranks, size))
         groups = tuple(groups_of(groups, context.plan.num_ranks, size))
         on_host = tuple({*groups, *agreeing_groups(context.plan.num_ranks, size)})
     choose_interface(spec.store, spec.interface)

@@ -50,7 +50,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "note": {"text": str},
     "complete-build": {"reason": str},
     "round": {"epoch": int, "minibatches": int},
-    "other-data": {"epoch": int, "position": int, "replay": str},
+    "other-data": {"epoch": int, "position": int, "replay": str, "digest": str},
     "step": {"step": int, "loss": float, "samples": int, "time": float},
     "nonfinite": {"step": int, "what": str, "place": int, "policy": str},
     "checkpoint": {"step": int, "path": str},

@@ -22,8 +22,8 @@ Row = tuple[int, ...]
 
 _REMEDY = (
     "give every process the same data: seed it (numpy.random.default_rng(SEED), torch.Generator().manual_seed(SEED)), "
-    "sort what comes from a set or a directory, and give every host the same files; or let one process read for all: "
-    "--data-reader one"
+    "sort what comes from a set or a directory, and give every host the same files; or let rank 0 read for all: omit "
+    "--data-reader each"
 )
 
 

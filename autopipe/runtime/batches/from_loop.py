@@ -34,8 +34,6 @@ NEXT = b"n"
 LENGTHS = struct.Struct("!QQ")  # bytes of the JSON text, bytes of the tensors
 END = LENGTHS.pack(0, 0)
 ORIGIN = "the loop over Pipeline.steps"
-# reports between two messages to the other ranks, which wait for data meanwhile
-_REPORTS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class LoopBatches:
     # of the socket
     address: str
     reporter: Reporter
-    # called about every 15 seconds while the loop gives nothing
+    # called about every second while the loop gives nothing
     waits: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,16 +83,14 @@ class LoopBatches:
         return connection
 
     def _received(self, connection: socket.socket, size: int) -> bytearray:
-        received, reports = bytearray(size), 0
+        received = bytearray(size)
         view, count = memoryview(received), 0
         while count < size:
             try:
                 length = connection.recv_into(view[count:])
             except TimeoutError:  # the loop's body may take any time: that is not a hang
                 self.reporter.at(f"waiting for {ORIGIN}", waiting=False)
-                reports += 1
-                if reports % _REPORTS == 0:
-                    self.waits()
+                self.waits()
                 continue
             except OSError as error:
                 raise _gone(str(error)) from None

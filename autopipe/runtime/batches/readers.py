@@ -1,26 +1,29 @@
-"""``Reader``: reads the minibatches of a rank. Each rank reads, or rank 0 reads for all.
+"""Readers of the minibatches of a rank: rank 0 reads for all, or each rank reads (``--data-reader each``).
 
 ::
 
-    EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
     OneReads    rank 0:     Source -> Recordings -> microbatches; sends
                 the others: a header (JSON: recording, factor and sizes of each part), then the leaves that their
-                stages read, complete and with their strides on rank 0; each rank cuts them as rank 0 does
+                stages read, with their strides on rank 0: complete, and each rank cuts them as rank 0 does; or, to a
+                replica that runs only some of the microbatches, the leaves of these
+    EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
 
-All readers return the same ``Minibatch``. ``commands.training.repeating`` decides before the ranks start whether each
-rank can read.
+All readers return the same ``Minibatch``. Ranks are processes here: each member of a team is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from autopipe.bits import bytes_of
 from autopipe.errors import InternalError
 from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
@@ -35,6 +38,8 @@ from autopipe.strides import memory_order, packed, unpacked
 
 # the fields of a microbatch that are not numbers or text, and are sent separately
 _NOT_IN_HEADER = ("leaves", "recording")
+# between two messages to the ranks that wait while rank 0 reads
+_WAIT_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +54,6 @@ class Minibatch:
     place: Place
 
 
-class Reader(Protocol):
-    """Reads the minibatches of one rank."""
-
-    def seek(self, place: Place, *, compare: bool) -> None:
-        """Continue where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
-
-    def read(self, first: int, length: int) -> list[Minibatch]:
-        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` if the data ends.
-
-        Every rank calls it with the same numbers, and gets the same number of minibatches.
-        """
-
-    def settle(self) -> None:
-        """Wait until all ranks are known to have read the same. Called before a step with what ``read`` returned last.
-
-        Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
-        """
-
-
-@dataclass(slots=True)
-class EachReads:
-    """Every rank reads its own copy of the data."""
-
-    source: Source
-    recordings: Recordings
-    exchange: DigestExchange
-    placement: Placement
-    training: bool = True
-
-    def seek(self, place: Place, *, compare: bool) -> None:
-        """Continue where a run was interrupted."""
-        self.source.seek(place, compare=compare)
-
-    def read(self, first: int, length: int) -> list[Minibatch]:
-        """Read, and start to compare digests."""
-        taken = self.source.read(first, length)
-        self.exchange.start(first, taken, length)
-        # a rank that alone meets a new structure must not wait for the others to capture it
-        self.recordings.before_recording, self.recordings.announce = self.settle, None
-        if len(taken) < length:
-            self.settle()
-        return [_cut(minibatch, self.recordings, self.placement, training=self.training) for minibatch in taken]
-
-    def settle(self) -> None:
-        """Wait for the comparison."""
-        self.exchange.settle()
-
-
 def _cut(minibatch: Taken, recordings: Recordings, placement: Placement, *, training: bool) -> Minibatch:
     parts = recordings.microbatches(minibatch.item, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
@@ -105,7 +62,7 @@ def _cut(minibatch: Taken, recordings: Recordings, placement: Placement, *, trai
 
 @dataclass(slots=True)
 class OneReads:
-    """Rank 0 reads for all. The other ranks never open their ``source``."""
+    """Rank 0 reads for all. The other ranks never open their ``source``. ``transport``: between processes."""
 
     source: Source
     recordings: Recordings
@@ -114,14 +71,22 @@ class OneReads:
     placement: Placement
     training: bool = True
     _inputs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    # when the other ranks last received something
+    _sent: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.source.reading = self.waits
 
     def seek(self, place: Place, *, compare: bool) -> None:
-        """Continue where a run was interrupted."""
+        """Continue where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
         if self.transport.rank == 0:
             self.source.seek(place, compare=compare)
 
     def read(self, first: int, length: int) -> list[Minibatch]:
-        """Read and send, or receive."""
+        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` if the data ends.
+
+        Every rank calls it with the same numbers, and gets the same number of minibatches.
+        """
         if self.transport.rank != 0:
             return self._receive_all(length)
         taken = self.source.read(first, length)
@@ -135,11 +100,12 @@ class OneReads:
         return minibatches
 
     def settle(self) -> None:
-        """Do nothing: only one rank reads."""
+        """Do nothing: all ranks have what one has read."""
 
     def waits(self) -> None:
-        """Send the other ranks that rank 0 waits for data, so that their own wait does not time out."""
-        self._send_header_to_all({"kind": "wait"})
+        """Send the other ranks that rank 0 still reads, so that their own wait does not time out. Call it often."""
+        if time.monotonic() - self._sent > _WAIT_SECONDS:
+            self._send_header_to_all({"kind": "wait"})
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -153,64 +119,45 @@ class OneReads:
         self._send_header_to_all({"kind": "recording", "name": name, "training": training})
 
     def _send_header_to_all(self, header: Mapping[str, Any]) -> None:
-        for rank in range(1, self.transport.world_size):
-            self._send_header(rank, header)
+        for process in range(1, self.transport.world_size):
+            self._send_header(process, header)
 
-    def _send_header(self, rank: int, header: Mapping[str, Any]) -> None:
+    def _send_header(self, process: int, header: Mapping[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        self.transport.send(batch_channel(rank), torch.tensor([text.numel()]))
-        self.transport.send(batch_channel(rank), text)
+        self.transport.send(batch_channel(process), torch.tensor([text.numel()]))
+        self.transport.send(batch_channel(process), text)
+        self._sent = time.monotonic()
 
     def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
-        workload, context = self.recordings.workload, self.recordings.context
-        count, parts = workload.num_samples(item), minibatch.parts
-        # the leaves of the minibatch, if the receiver can cut them, else those of each part
-        shared = workload.cuts_by_dimension(item)
-        dimensions = workload.batch_dims(item) if shared else {}
-        sources = [workload.leaves(item)] if shared else [on_host(part.leaves) for part in parts]
+        workload, parts = self.recordings.workload, minibatch.parts
         fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
-        described = [
-            {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
-        ]
-        place = dataclasses.asdict(minibatch.place)
-        for rank in range(1, self.transport.world_size):
-            wanted = {
-                (0 if shared else j, name)
-                for stage in context.plan.stages
-                if rank in stage.ranks
+        header = {
+            "kind": "minibatch",
+            "parts": [
+                {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
+            ],
+            "samples": workload.num_samples(item),
+            "weight": minibatch.weight,
+            "place": dataclasses.asdict(minibatch.place),
+        }
+        of_parts = [on_host(part.leaves) for part in parts]
+        leaves = _Leaves(of_parts)
+        if workload.cuts_by_dimension(item):
+            leaves = _Leaves(of_parts, workload.leaves(item), workload.batch_dims(item))
+        plan, rank_of = self.recordings.context.plan, self.recordings.context.request.rank_of
+        for process in range(1, self.transport.world_size):
+            rank = process // plan.team
+            wanted = [
+                (j, name)
+                for stage in plan.stages
                 for j, part in enumerate(parts)
-                if context.request.rank_of(stage.index, step, j) == rank
+                if rank_of(stage.index, step, j) == rank
                 for name in self._read_by(part.recording, stage.index)
-            }
-            leaves = [
-                (j, name, leaf.cpu(), memory_order(leaf))
-                for j, source in enumerate(sources)
-                for name, leaf in source.items()
-                if (j, name) in wanted
             ]
-            described_leaves = [
-                {
-                    "name": name,
-                    "part": None if shared else j,
-                    "dtype": str(leaf.dtype).removeprefix("torch."),
-                    "shape": list(leaf.shape),
-                    "order": order,
-                    "cut": dimensions.get(name),
-                }
-                for j, name, leaf, order in leaves
-            ]
-            header = {
-                "kind": "minibatch",
-                "parts": described,
-                "samples": count,
-                "place": place,
-                "leaves": described_leaves,
-            }
-            header["weight"] = minibatch.weight
-            self._send_header(rank, header)
-            for _, _, leaf, order in leaves:
-                # the user may fill the same memory with the next minibatch
-                self.transport.send(batch_channel(rank), packed(leaf, order).clone())
+            sent = leaves.of(wanted)
+            self._send_header(process, {**header, "leaves": [described for described, _ in sent]})
+            for _, content in sent:
+                self.transport.send(batch_channel(process), content)
 
     # -- the other ranks -----------------------------------------------------------------------------------------------
 
@@ -229,31 +176,28 @@ class OneReads:
                 minibatches.append(self._minibatch(header))
         return minibatches
 
+    def _receive(self, num_bytes: int) -> torch.Tensor:
+        return self.transport.receive(batch_channel(self.transport.rank), (num_bytes,), torch.uint8).wait()
+
     def _receive_header(self) -> dict[str, Any]:
-        channel = batch_channel(self.transport.rank)
-        size = int(self.transport.receive(channel, (1,), torch.int64).wait())
-        text = self.transport.receive(channel, (size,), torch.uint8).wait()
-        header: dict[str, Any] = json.loads(text.numpy().tobytes())
+        size = int(self.transport.receive(batch_channel(self.transport.rank), (1,), torch.int64).wait())
+        header: dict[str, Any] = json.loads(self._receive(size).numpy().tobytes())
         return header
 
     def _minibatch(self, header: Mapping[str, Any]) -> Minibatch:
         described: Sequence[dict[str, Any]] = header["parts"]
         parts = len(described)
         cut: list[dict[str, torch.Tensor]] = [{} for _ in described]
-        for fields_of_leaf in header["leaves"]:
-            name, part = fields_of_leaf["name"], fields_of_leaf["part"]
-            shape, order = fields_of_leaf["shape"], fields_of_leaf["order"]
-            stored = [shape[d] for d in order[: len(shape)]]
-            elements = self.transport.receive(
-                batch_channel(self.transport.rank), stored, getattr(torch, fields_of_leaf["dtype"])
-            )
-            leaf = unpacked(elements.wait(), shape, order)
-            dimension = fields_of_leaf["cut"]
+        for entry in header["leaves"]:
+            dtype, shape, part = getattr(torch, entry["dtype"]), entry["shape"], entry["part"]
+            content = self._receive(math.prod(shape) * dtype.itemsize)
+            leaf = unpacked(content.view(dtype), shape, entry["order"]).requires_grad_(entry["requires_grad"])
             if part is not None:
-                cut[part][name] = leaf
+                cut[part][entry["name"]] = leaf
                 continue
+            dimension = entry["cut"]
             for j, piece in enumerate([leaf] * parts if dimension is None else leaf.tensor_split(parts, dimension)):
-                cut[j][name] = piece
+                cut[j][entry["name"]] = piece
         known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
         microbatches = []
         for j, fields in enumerate(described):
@@ -263,3 +207,79 @@ class OneReads:
             leaves = self.placement.of(cut[j])
             microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
         return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))
+
+
+_SentLeaf = tuple[dict[str, Any], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Leaves:
+    """The leaves of a minibatch as they are sent, each prepared once for all ranks: its header and its bytes.
+
+    The bytes do not change when the data fills its memory again.
+    """
+
+    of_parts: Sequence[Mapping[str, torch.Tensor]]
+    # of the complete minibatch; None if a receiver cannot cut them
+    complete: Mapping[str, torch.Tensor] | None = None
+    # of the samples, by leaf
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    _sent: dict[tuple[int | None, str], _SentLeaf] = field(default_factory=dict)
+
+    def of(self, wanted: Sequence[tuple[int, str]]) -> list[_SentLeaf]:
+        """Return the leaves for a rank that reads these, as (part, name): complete ones if it reads each part."""
+        parts = {j for j, _ in wanted}
+        if self.complete is not None and len(parts) == len(self.of_parts):
+            return [self._leaf(None, name, self.complete[name]) for name in dict.fromkeys(name for _, name in wanted)]
+        return [self._leaf(j, name, self.of_parts[j][name]) for j, name in dict.fromkeys(wanted)]
+
+    def _leaf(self, part: int | None, name: str, leaf: torch.Tensor) -> _SentLeaf:
+        if (part, name) not in self._sent:
+            order = memory_order(leaf)
+            content = bytes_of(packed(leaf.cpu(), order))
+            header = {
+                "name": name,
+                "part": part,
+                "dtype": str(leaf.dtype).removeprefix("torch."),
+                "shape": list(leaf.shape),
+                "order": order,
+                "cut": self.dimensions.get(name),
+                "requires_grad": leaf.requires_grad,
+            }
+            self._sent[part, name] = header, content.clone() if content.data_ptr() == leaf.data_ptr() else content
+        return self._sent[part, name]
+
+
+@dataclass(slots=True)
+class EachReads:
+    """Every rank reads its own copy of the data."""
+
+    source: Source
+    recordings: Recordings
+    exchange: DigestExchange
+    placement: Placement
+    training: bool = True
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Continue where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
+        self.source.seek(place, compare=compare)
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Return minibatches as ``OneReads.read`` does, and start to compare their digests."""
+        taken = self.source.read(first, length)
+        self.exchange.start(first, taken, length)
+        # a rank that alone meets a new structure must not wait for the others to capture it
+        self.recordings.before_recording, self.recordings.announce = self.settle, None
+        if len(taken) < length:
+            self.settle()
+        return [_cut(minibatch, self.recordings, self.placement, training=self.training) for minibatch in taken]
+
+    def settle(self) -> None:
+        """Wait for the comparison, before a step with what ``read`` returned last.
+
+        Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
+        """
+        self.exchange.settle()
+
+
+Reader = OneReads | EachReads

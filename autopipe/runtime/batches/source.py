@@ -65,6 +65,8 @@ class Source:
     once: bool = False
     # report notes; set for one of the processes that read
     speaks: bool = False
+    # called before each minibatch is read
+    reading: Callable[[], None] = lambda: None
     place: Place = field(default_factory=Place)
     _iterator: Iterator[Any] | None = None
     # how many minibatches of the epoch the data has given
@@ -100,9 +102,8 @@ class Source:
             digest = chained(digest, digest_of(item))
         self.place = Place(place.epoch, place.position, digest.hex())
         if compare and place.digest and place.digest != self.place.digest:
-            self.reporter.event(
-                OTHER_DATA, epoch=place.epoch, position=place.position, replay="all" if complete else "some"
-            )
+            replay, read = "all" if complete else "some", self.place.digest
+            self.reporter.event(OTHER_DATA, epoch=place.epoch, position=place.position, replay=replay, digest=read)
             raise RunError(
                 f"the data is not that of the interrupted run: the first {counted(place.position, 'minibatch')} of "
                 f"epoch {place.epoch} differ"
@@ -136,6 +137,7 @@ class Source:
         return bool(self.epochs) and self.place.epoch >= self.epochs
 
     def _next(self) -> Any:
+        self.reading()
         with exclusive():
             if self._iterator is None:
                 self._iterator = self._counted(self.open(self.place.epoch))
@@ -162,6 +164,7 @@ class Source:
         with exclusive():
             minibatches = self.open(epoch)
         while True:
+            self.reading()
             with exclusive():
                 item = next(minibatches, None)
             if item is None:

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from autopipe.ir.channel import Channel
+from autopipe.ir.channel import BATCH, Channel
+from autopipe.ir.messages import batch_channel
 from autopipe.runtime.transport.base import Pending, Transport
 from autopipe.strides import Layout
 
@@ -112,13 +113,15 @@ class TeamTransport:
         return self.processes.all_gather(self._members, part)
 
 
-def channels_of(channels: Iterable[Channel], size: int) -> list[Channel]:
-    """Return the channels between processes for those between ranks: one for each member."""
-    return [
+def channels_of(channels: Iterable[Channel], num_ranks: int, size: int) -> list[Channel]:
+    """Return the channels between processes: one for each member; for minibatches, from the first to every other."""
+    members = [
         replace(channel, from_rank=channel.from_rank * size + member, to_rank=channel.to_rank * size + member)
         for channel in channels
+        if channel.kind != BATCH
         for member in range(size)
     ]
+    return members + [batch_channel(process) for process in range(1, num_ranks * size)]
 
 
 def groups_of(groups: Iterable[Sequence[int]], num_ranks: int, size: int) -> list[tuple[int, ...]]:

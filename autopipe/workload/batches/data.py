@@ -2,8 +2,7 @@
 
 Every epoch calls the data hook again and iterates its result, with random number generators of its own
 (``PrivateRandom``) seeded by (seed, stream, epoch). An epoch is therefore the same in every process and after a
-restart, unless the data uses another source of randomness; ``commands.training.repeating`` and the digests of
-``runtime.batches.exchange`` check that.
+restart, unless the data uses another source of randomness. The digests of ``runtime.batches`` detect that.
 """
 
 from __future__ import annotations

@@ -169,3 +169,13 @@ def test_a_hook_ends_the_loop_and_a_schedule_that_reads_ahead_is_refused(pipe: P
     with pytest.raises(RunError, match="schedule 'pipedream' begins a minibatch before"):
         list(pipe.steps([minibatch()], schedule="pipedream", check=False))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_loop_trains_teams(pipe: Pipeline) -> None:
+    batches = [minibatch(seed=seed) for seed in range(3)]
+    losses = [
+        list(pipe.steps(batches, gpus=2, tensor_parallel=size, work_dir=f"teams-{size}", check=False))
+        for size in (2, 1)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

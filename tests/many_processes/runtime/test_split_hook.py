@@ -32,7 +32,7 @@ def test_graphs_train_resume_and_evaluate_as_the_written_loop(commands: Commands
         _, err = commands.run("plan", "model.py", *words[:4], "--num-microbatches", "2", code=1)
         assert "index" in err and "--num-microbatches 1" in err and "split(batch, parts)" in err
     run = ["train", "model.py", *words, "--run-dir", "run", "--no-check"]
-    commands.run(*run, "--steps", "3", "--data-reader", "one")
+    commands.run(*run, "--steps", "3")
     commands.run(*run, "--steps", "5", "--resume", "--data-reader", "each")
     commands.run("export", "run", "-o", "model.safetensors")
     document = commands.document("eval", "run")

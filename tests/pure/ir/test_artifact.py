@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autopipe.errors import ArtifactError
 from autopipe.ir import artifact, decoding
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.runtime.job import Job
 
 
 @pytest.fixture
@@ -25,6 +26,15 @@ def cluster() -> Cluster:
 def test_a_saved_value_is_loaded(tmp_path: Path, cluster: Cluster) -> None:
     artifact.save(cluster, tmp_path / "cluster.json")
     assert artifact.load(Cluster, tmp_path / "cluster.json", renew="x") == cluster
+
+
+def test_a_job_of_an_earlier_version_is_loaded_without_what_was_removed(tmp_path: Path) -> None:
+    job = Job(steps=3, epochs=0, batch_size=8, data_reader="each")
+    body = {**artifact.encode(job), "data_repeats": True}
+    del body["first_minibatch"]
+    head = {"kind": "Job", "schema_version": Job.FORMAT, "digest": artifact.digest(body)}
+    (tmp_path / "job.json").write_text(json.dumps({**head, **body}))
+    assert artifact.load(Job, tmp_path / "job.json", renew="x") == job
 
 
 def test_a_missing_file_is_refused_with_the_command_that_writes_it(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class Run:
         self.groups = sorted({ranks for ranks in spec.stage_ranks if len(ranks) > 1})
         self.on_host = self.groups  # groups with sums over gloo
         if team > 1:
-            self.channels = channels_of(self.channels, team)
+            self.channels = channels_of(self.channels, spec.num_ranks, team)
             self.groups = groups_of(self.groups, spec.num_ranks, team)
             self.on_host = sorted({*self.groups, *agreeing_groups(spec.num_ranks, team)})
         parts = self.messages.forward, self.messages.backward

@@ -1,7 +1,6 @@
 """Commands that wait and measure less, for tests with another subject.
 
-Two processes read the data without the second between them, in which a seed made from the time would change. A model is
-measured in fewer windows of time: its plan may be less precise, which changes no result of training.
+A model is measured in fewer windows of time: its plan may be less precise, which changes no result of training.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ WINDOWS = 3
 
 def shorten(replace: Callable[[Any, str, Any], None]) -> None:
     """Replace the attributes that make commands wait. ``replace``: as ``setattr``."""
-    replace(importlib.import_module("autopipe.commands.training.repeating"), "_APART_SECONDS", 0.0)
     replace(importlib.import_module("autopipe.commands.measuring"), "measure", _measure)
 
 

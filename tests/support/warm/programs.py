@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from support.damage.registry import VARIABLE
-from support.warm import brief, reading
+from support.warm import brief
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 MODULES = (
@@ -57,7 +57,7 @@ def run_warm(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         request = {"command": command, "folder": str(cwd), "environment": variables}
-        request["probe"] = reading.command() if program == AUTOPIPE else []
+        request["brief"] = program == AUTOPIPE
         with _ONE_AT_A_TIME:
             _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
             pid = _read(server, 60)
@@ -135,8 +135,7 @@ def _become(request: dict[str, Any]) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
         sys.modules[package] = None  # type: ignore[assignment]
-    if request["probe"]:
-        sys.modules["autopipe.commands.training.repeating"].probe_command = lambda: request["probe"]  # type: ignore[attr-defined]
+    if request["brief"]:
         brief.shorten(setattr)
     if VARIABLE in os.environ:
         importlib.import_module("support.damage.installing").install()

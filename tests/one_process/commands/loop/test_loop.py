@@ -60,7 +60,6 @@ def test_minibatches_arrive_as_they_were_sent_and_end() -> None:
 
 def test_a_rank_that_waits_reports_it_and_fails_when_the_loop_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_loop, "REPORT_SECONDS", 0.01)
-    monkeypatch.setattr(from_loop, "_REPORTS", 3)
     server, reporter, waits = BatchServer(), Silent(), itertools.count(1)
 
     def give_after_two() -> None:
@@ -69,7 +68,7 @@ def test_a_rank_that_waits_reports_it_and_fails_when_the_loop_is_gone(monkeypatc
 
     batches = iter(LoopBatches(server.address, reporter, give_after_two))
     assert_same(next(batches), ITEMS[0])
-    assert next(waits) == 3 and reporter.last == "waiting for the loop over Pipeline.steps"
+    assert next(waits) >= 3 and reporter.last == "waiting for the loop over Pipeline.steps"
     batches.close()  # type: ignore[attr-defined]  # a generator
     server.close()
     with pytest.raises(RunError, match="gives no more minibatches"):

@@ -1,8 +1,9 @@
-"""The same batch for every rank: each rank reads and compares, or rank 0 reads and sends. Ranks are threads."""
+"""The same batch for every rank: rank 0 reads and sends, or each rank reads and compares. Ranks are threads."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,39 @@ def data(batch_size=6):
         yield (x, mask, index, scale), {"class": torch.randint(0, 5, (batch_size,), generator=g), "mean": mean}
 """
 
+KINDS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.third, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+    def forward(self, x, turned, brain, eighth, count, flag, learned, empty, picture):
+        h = torch.tanh(self.first(x))
+        h = torch.tanh(self.second(h)) + picture.mean((1, 2))
+        h = torch.tanh(self.third(h)) * flag + learned + empty.sum(1, keepdim=True)
+        h = h + turned.real - turned.imag + brain.float() + eighth.float() + count.to(torch.float32) * 0.01
+        return self.last(torch.tanh(h)).squeeze(1)
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def data(batch_size=12):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(batch_size, 8, generator=g)
+        r = torch.randn(batch_size, 16, generator=g)
+        turned = torch.complex(r, r * 2).conj()
+        small = r.bfloat16(), r.to(torch.float8_e4m3fn), (r.abs() * 9).to(torch.uint16), r > 0
+        picture = torch.randn(batch_size, 16, 3, 4, generator=g).permute(0, 2, 3, 1)  # not contiguous
+        yield (x, turned, *small, (r * 0.1).requires_grad_(True), r[:, :0], picture), x.sum(1)
+"""
+
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Captured:
@@ -73,7 +107,7 @@ def trained(pipeline: Pipeline, items: Sequence[Any], **job: Any) -> tuple[dict[
 
 
 def assert_one_reader_is_as_good(pipeline: Pipeline, items: Sequence[Any], file: Path, parts: int) -> None:
-    weights, losses = trained(pipeline, items, data_reader="one")
+    weights, losses = trained(pipeline, items)
     expected, model, _ = plain(file, items, parts)
     assert losses == expected
     for name, parameter in model.named_parameters():
@@ -84,10 +118,22 @@ def assert_one_reader_is_as_good(pipeline: Pipeline, items: Sequence[Any], file:
 def test_one_reader_sends_every_kind_of_leaf_to_its_stages(mixed: Captured, tmp_path: Path, stages: int) -> None:
     pipeline = build(mixed, plan_for(mixed, stages, "1f1b", 4, 6), tmp_path / "run")
     items = minibatches(mixed.workload, 5, 6, last=3)
-    weights, losses = trained(pipeline, items)
-    sent, same = trained(pipeline, items, data_reader="one")
+    weights, losses = trained(pipeline, items, data_reader="each")
+    sent, same = trained(pipeline, items)
     assert same == losses
     assert all(torch.equal(sent[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (3,)])
+def test_leaves_of_every_type_arrive_with_their_bits(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    file = tmp_path / "kinds.py"
+    file.write_text(KINDS)
+    subject = captured_file(file)
+    pipeline = build(subject, Case("1f1b", "kinds", replicas, "8").plan(subject), tmp_path / "run")
+    items = minibatches(subject.workload, 3, 12, last=11)
+    each, one = trained(pipeline, items, data_reader="each"), trained(pipeline, items)
+    assert one[1] == each[1]
+    assert all(torch.equal(one[0][name], each[0][name]) for name in each[0])
 
 
 @pytest.mark.parametrize("name", ["conv", "lstm"])
@@ -106,10 +152,26 @@ def planned(schedule: str, replicas: tuple[int, ...]) -> tuple[Captured, Plan]:
 def test_one_reader_and_each_reader_train_equally(tmp_path: Path, schedule: str, replicas: tuple[int, ...]) -> None:
     subject, plan = planned(schedule, replicas)
     items = minibatches(subject.workload, 7, 6, last=5)
-    each = trained(build(subject, plan, tmp_path / "each"), items)
-    one = trained(build(subject, plan, tmp_path / "one", data_reader="one"), items, data_reader="one")
+    each = trained(build(subject, plan, tmp_path / "each"), items, data_reader="each")
+    one = trained(build(subject, plan, tmp_path / "one"), items)
     assert one[1] == each[1]
     assert all(torch.equal(one[0][name], each[0][name]) for name in each[0])
+
+
+def test_the_other_ranks_wait_for_as_long_as_rank_0_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopipe.runtime.batches.readers._WAIT_SECONDS", 0.0)
+    subject, plan = planned("2bw", (1, 1))
+    pipeline = build(subject, plan, tmp_path)
+    items = minibatches(subject.workload, 9, 6)
+
+    def slowly(epoch: int) -> Iterator[Any]:
+        for item in items:
+            time.sleep(0.5)
+            yield item
+
+    # one window reads all of them before rank 1 gets the first
+    job = replace(pipeline.job, steps=len(items))
+    run_in_threads(pipeline.run, job, pipeline.context, RankSession.train, items=slowly, timeout_seconds=3.0)
 
 
 class Evaluations(Silent):
@@ -148,7 +210,7 @@ def run_with(pipeline: Pipeline, epochs: Sequence[Epochs], **job: Any) -> tuple[
         session.train()
 
     with pytest.raises(AutopipeError) as caught:
-        run_in_threads(pipeline.run, replace(pipeline.job, **job), pipeline.context, body)
+        run_in_threads(pipeline.run, replace(pipeline.job, data_reader="each", **job), pipeline.context, body)
     return caught.value, sorted(sessions, key=lambda session: session.transport.rank)
 
 
@@ -175,7 +237,7 @@ def test_a_different_minibatch_on_one_rank_ends_the_run_before_its_step(
     assert failure.rank == rank
     assert f"rank {rank} read another minibatch for step 4 than rank" in failure.what
     assert "minibatch 3 of epoch 0" in failure.what
-    assert "--data-reader one" in failure.remedy
+    assert "omit --data-reader each" in failure.remedy
     # one window of the asynchronous schedule holds all five minibatches, so no step is done
     steps = 3 if schedule in ("gpipe", "1f1b") else 0
     expected: dict[str, Any] = dict(mixed.workload.build_model().named_parameters())
