@@ -106,8 +106,6 @@ class RunStep:
                 continue
             known = {path for path, *_ in _differing(self.before, begun, plain.states[0])}
             for path, one, two in _differing(self.after, ended, plain.states[1]):
-                if path.startswith("optimizer.defaults"):  # torch reads them for new groups only
-                    continue
                 if not path.startswith("optimizer.state") and is_unread(path, *plain.classes):
                     continue
                 if not any(path == each or path.startswith((f"{each}[", f"{each}.")) for each in known):
