@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from autopipe.commands import options as table
+from autopipe.commands import options as settings_of
 from autopipe.commands import values
 from autopipe.commands.settings import WORK_DIRECTORY, ignore_event
 from autopipe.errors import RunError
+from autopipe.options import commands as table
 
 if TYPE_CHECKING:
     from autopipe.commands.loop.steps import Steps
@@ -87,7 +88,7 @@ class Pipeline:
 
     def __init__(self, target: table.Target | None = None, /, **options: Unpack[table.PipelineOptions]) -> None:
         self.target = None if target is None else values.target_text(target, "target")
-        self.options = values.parsed(options, _names(table.PipelineOptions))
+        self.options = values.parsed(options, table.PipelineOptions)
         self._last_run: Path | None = None
 
     def __repr__(self) -> str:
@@ -109,7 +110,8 @@ class Pipeline:
         """
         from autopipe.commands import steps
 
-        settings = table.profile_settings(self.target, self._merged(options, table.ProfileOptions), estimate=estimate)
+        given = self._merged(options, table.ProfileOptions) | {"estimate": estimate}
+        settings = settings_of.profile_settings(self.target, given)
         return steps.profile(settings, on_progress)
 
     @_command
@@ -123,7 +125,7 @@ class Pipeline:
         """Cut the model into stages and write plan.json. ``explain``: also return the reasons for each cut."""
         from autopipe.commands import steps
 
-        settings = table.plan_settings(self.target, self._merged(options, table.PlanOptions))
+        settings = settings_of.plan_settings(self.target, self._merged(options, table.PlanOptions))
         return steps.plan(settings, on_progress, explained=explain)
 
     @_command
@@ -140,13 +142,13 @@ class Pipeline:
         """Simulate the stored plan without running it, and write timeline.json."""
         from autopipe.commands.planning import simulating
 
-        given = values.parsed(options, _names(table.SimulateOptions))
+        given = values.parsed(options, table.SimulateOptions)
         schedule = given.get("schedule")
         return simulating.simulate(
             given.get("work_dir") or self._work_dir(),
             None if schedule == "auto" else schedule,
             on_progress,
-            table.order_settings(given),
+            settings_of.order_settings(given),
             given.get("trace"),
         )
 
@@ -155,7 +157,7 @@ class Pipeline:
         """Train a few steps plainly and in stages, and compare every parameter; see ``CheckReport.equal``."""
         from autopipe.commands.training import runs
 
-        settings = table.check_settings(self.target, self._merged(options, table.CheckOptions))
+        settings = settings_of.check_settings(self.target, self._merged(options, table.CheckOptions))
         return runs.check(settings, on_progress)
 
     @_command
@@ -235,13 +237,13 @@ class Pipeline:
         from autopipe.commands.training import runs
         from autopipe.commands.training.placement import placed
 
-        launch = table.launch_settings(given)
+        launch = settings_of.launch_settings(given)
         if launch.name not in _IN_PROCESS:
             raise RunError(
                 f"launcher {launch.name!r} works on the command line only: it starts the command once for each rank",
                 remedy=f"run autopipe train --launcher {launch.name}, or use launcher 'local' or 'ssh' in Python",
             )
-        settings = placed(table.train_settings(self.target, given, launch=launch, devices=devices))
+        settings = placed(settings_of.train_settings(self.target, given, launch=launch, devices=devices))
         settings = dataclasses.replace(settings, loop=loop)
         run = functools.partial(runs.train, settings, on_event or ignore_event)
         result = run() if stop is None else run(stop=stop.is_set)
@@ -262,8 +264,8 @@ class Pipeline:
         """
         from autopipe.commands.training import runs
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.EvaluateOptions))
-        return runs.evaluate(table.evaluate_settings(self._run(run), given), on_event)
+        given = {"work_dir": self._work_dir()} | values.parsed(options, table.EvaluateOptions)
+        return runs.evaluate(settings_of.evaluate_settings(self._run(run), given), on_event)
 
     @_command
     def export(
@@ -275,8 +277,8 @@ class Pipeline:
         """
         from autopipe.commands.training import runs
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ExportOptions))
-        return runs.export(table.export_settings(Path(output), self._run(run), given))
+        given = {"work_dir": self._work_dir()} | values.parsed(options, table.ExportOptions)
+        return runs.export(settings_of.export_settings(Path(output), self._run(run), given))
 
     @_guarded
     def report(
@@ -285,7 +287,7 @@ class Pipeline:
         run: table.StrPath | None = None,
         *,
         on_progress: Progress | None = None,
-        **options: Unpack[table.ReportOptions],
+        **options: Unpack[table.WorkOptions],
     ) -> ReportResult:
         """Write a page about a run or the plan: one HTML file, which needs no network.
 
@@ -295,7 +297,7 @@ class Pipeline:
         from autopipe.commands.reporting import report
         from autopipe.commands.settings import ReportSettings
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ReportOptions))
+        given = {"work_dir": self._work_dir()} | values.parsed(options, table.WorkOptions)
         subject = self._last_run if run is None else run
         name = None if subject is None else str(subject)
         return report(ReportSettings(Path(output), run=name, work_dir=Path(given["work_dir"])), on_progress)
@@ -317,15 +319,14 @@ class Pipeline:
 
         given = self._merged(options, table.PlainOptions)
         target = self.target if run is None else None
-        settings = table.plain_settings(target, Path(output), None if run is None else Path(run), given)
+        settings = settings_of.plain_settings(target, Path(output), None if run is None else Path(run), given)
         return plain(settings, on_progress)
 
     def _merged(self, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
         """Return the options of a call: its own, and those of the pipeline that the method accepts."""
-        known = _names(kind)
-        shared = {name: value for name, value in self.options.items() if name in known}
-        merged = shared | values.parsed(options, known)
-        while (pair := table.exclusive_pair(merged)) is not None:  # keep the option of the call, drop the pipeline's
+        shared = {name: value for name, value in self.options.items() if name in table.options_of(kind)}
+        merged = shared | values.parsed(options, kind)
+        while (pair := table.exclusive_pair(kind, merged)) is not None:  # keep the option of the call, drop the other
             merged.pop(next(name for name in pair if options.get(name) is None))
         return merged
 
@@ -334,9 +335,3 @@ class Pipeline:
 
     def _run(self, run: table.StrPath | None) -> Path | None:
         return self._last_run if run is None else Path(run)
-
-
-def _names(kind: type) -> frozenset[str]:
-    """Return the names of the options in a typed dictionary, including inherited ones."""
-    names: frozenset[str] = kind.__optional_keys__  # type: ignore[attr-defined]  # of every TypedDict class
-    return names

@@ -1,20 +1,23 @@
-"""``autopipe runs``, ``show`` and ``report``: what runs left behind. None imports torch or runs a model file."""
+"""``autopipe runs``, ``show`` and ``report``: what runs left behind; ``doctor``. None runs a model file."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from autopipe.options.commands import DoctorCommand, ReportCommand, ShowCommand, WorkOptions
 from autopipe.pipeline import Pipeline
-from autopipe.report.run_results import RunDetails
 from autopipe.units import in_bytes
 
-from . import documents, options
+from . import documents, launching, options
 from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from autopipe.report.run_results import RunDetails
 
 # what a page may lack
 _PARTS = {
@@ -26,8 +29,8 @@ _PARTS = {
 }
 
 
-@click.command("runs")
-@options.work_dir
+@click.command("runs", cls=options.Command)
+@options.of(WorkOptions)
 @options.output
 def runs_command(terminal: Terminal, work_dir: Path) -> None:
     """List the runs of the work directory and of its sweeps, the newest first.
@@ -49,10 +52,9 @@ def runs_command(terminal: Terminal, work_dir: Path) -> None:
     terminal.next(f"autopipe show {rows[0].name}", work_dir=work_dir)
 
 
-@click.command("show")
+@click.command("show", cls=options.Command)
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@options.option("--verify", is_flag=True, help="Read every file of every checkpoint, and compare its SHA-256.")
-@options.work_dir
+@options.of(ShowCommand)
 @options.output
 def show_command(terminal: Terminal, run: Path | None, verify: bool, work_dir: Path) -> None:
     """Show RUN (default: the newest), by its name in `autopipe runs` or its directory.
@@ -79,17 +81,9 @@ def _document(shown: RunDetails) -> dict[str, Any]:
     return {**fields.pop("row"), **fields}
 
 
-@click.command("report")
+@click.command("report", cls=options.Command)
 @click.argument("run", required=False)
-@options.option(
-    "-o",
-    "--output",
-    default=Path("report.html"),
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="The file to write.",
-)
-@options.work_dir
+@options.of(ReportCommand)
 @options.output
 def report_command(terminal: Terminal, run: str | None, output: Path, work_dir: Path) -> None:
     """Write a page about RUN, or about the plan: one HTML file, which needs no network.
@@ -107,3 +101,24 @@ def report_command(terminal: Terminal, run: str | None, output: Path, work_dir: 
     terminal.table(f"{result.path}: {in_bytes(result.bytes)}, {subject}")
     terminal.notes(tuple(f"without {_PARTS[part]}: {why}" for part, why in result.missing.items()))
     terminal.document("report", dataclasses.asdict(result))
+
+
+@click.command("doctor", cls=options.Command)
+@options.of(DoctorCommand)
+@options.output
+def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any) -> int:
+    """Examine this machine: versions, devices, memory, disk, gloo. With --hosts, those hosts and their network.
+
+    The exit code is 1 if something does not work.
+    """
+    from autopipe.commands import doctor
+    from autopipe.commands.calibration.links import measure as measure_links
+    from autopipe.report import plans, tables
+
+    where = launching.settings(given)
+    with terminal.progress() as progress:
+        result = doctor.examine_hosts(where, progress) if where.hosts else doctor.examine(work_dir, progress)
+        measured = measure_links(work_dir, None, progress, where) if links else None
+    terminal.table(tables.findings(result), *plans.links(measured))
+    terminal.document("doctor", documents.doctor(result) | documents.links(measured))
+    return 0 if result.healthy else 1

@@ -1,4 +1,4 @@
-"""The options of launchers and hosts, and the output of ``--dry-run``."""
+"""The settings of launchers and hosts, and the output of ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -6,74 +6,16 @@ import contextlib
 import gc
 import importlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
-from autopipe.commands import options as table
+from autopipe.commands.options import launch_settings
 from autopipe.launch.request import HostCommand, LaunchSettings
 
-from . import types
 from .libraries import native_libraries
-from .options import Function, of, option, refuse_exclusive
 from .terminal import Terminal
-
-host_options: tuple[Callable[[Any], Any], ...] = (
-    option(
-        "--hosts",
-        type=types.HOSTS,
-        metavar="h1:2,h2:2",
-        help="Hosts to reach by ssh, and the number of ranks on each; implies --launcher ssh.",
-    ),
-    option(
-        "--hostfile",
-        type=types.HOSTFILE,
-        metavar="FILE",
-        help="A file that lists the hosts, in lines such as `h1 slots=2`.",
-    ),
-    option(
-        "--ssh-config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="ssh configuration file to use instead of ~/.ssh/config.",
-    ),
-    option(
-        "--remote-python",
-        metavar="PATH",
-        help="Path on the hosts of a Python with autopipe installed. [default: the path of this interpreter]",
-    ),
-    option("--interface", metavar="NAME", help="Network interface between the ranks. [default: from the route]"),
-    option(
-        "--i-trust-this-network",
-        "trust_network",
-        is_flag=True,
-        help="Allow a public internet address as the ranks' rendezvous. Their messages are not encrypted or "
-        "authenticated.",
-    ),
-)
-launch_options: tuple[Callable[[Any], Any], ...] = (
-    option(
-        "--launcher",
-        type=types.one_of("launcher", *table.CHOICES["launcher"]),
-        help="How the ranks are started. [default: local]",
-    ),
-    *host_options,
-    option(
-        "--watchdog",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="Time without progress after which a run counts as hanging. [default: 20 predicted steps, at least 60]",
-    ),
-    option(
-        "--slurm-option",
-        type=types.SLURM_OPTION,
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Option of sbatch, e.g. partition=gpu or nodes=2. Repeatable; implies --launcher slurm.",
-    ),
-    option("--dry-run", is_flag=True, help="Print the commands for each host without running them."),
-)
 
 
 def fork_early(terminal: Terminal, *, for_gpus: bool = False, also: str = "") -> None:
@@ -118,33 +60,16 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _add(function: Function, decorators: Sequence[Callable[[Any], Any]]) -> Function:
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
-
-
-def launching(function: Function) -> Function:
-    """Add the options of launchers and hosts."""
-    return _add(function, launch_options)
-
-
-def hosting(function: Function) -> Function:
-    """Add the options of hosts alone."""
-    return _add(function, host_options)
-
-
 def _typed(name: str) -> bool:
     """Return whether an option was given on the command line itself."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def settings(given: dict[str, Any]) -> LaunchSettings:
-    """Return the settings of the options that ``launching`` or ``hosting`` adds.
+    """Return the settings of ``LaunchOptions`` or ``HostOptions``.
 
     Raises: click.UsageError if they contradict each other.
     """
-    refuse_exclusive(given)
     hosts = given["hosts"] or given["hostfile"] or ()
     launcher = given.get("launcher") or ""
     if hosts and launcher not in ("", "ssh"):
@@ -155,8 +80,7 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
         launcher = "slurm"
     if launcher == "ssh" and not hosts:
         raise click.UsageError("--launcher ssh needs --hosts h1:2,h2:2 or --hostfile FILE")
-    options = of(table.LaunchOptions, {**given, "launcher": launcher or None})
-    return table.launch_settings(options, dry_run=given.get("dry_run", False))
+    return launch_settings({**given, "launcher": launcher or None})
 
 
 def show(terminal: Terminal, commands: Sequence[HostCommand]) -> None:

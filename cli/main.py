@@ -38,8 +38,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
     "report": ("inspecting", "Write a page about a run or the plan: one HTML file."),
     "sweep": ("sweeping", "Train many models or settings on a few devices."),
-    "plain": ("plain", "Write the plain loop as a script that does not import autopipe."),
-    "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),
+    "plain": ("running", "Write the plain loop as a script that does not import autopipe."),
+    "doctor": ("inspecting", "Examine this machine: versions, devices, memory, disk, gloo."),
 }
 
 # \b stops click from joining the lines

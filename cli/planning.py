@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autopipe.commands import options as table
+from autopipe.commands.options import plan_settings
+from autopipe.options.commands import (
+    PlanCommand,
+    PlanOptions,
+    ProfileCommand,
+    ProfileOptions,
+    SimulateOptions,
+    WorkOptions,
+)
+from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
 
-from . import documents, launching, options, types
+from . import documents, launching, options
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -18,16 +27,9 @@ if TYPE_CHECKING:
     from autopipe.report.results import PlanResult
 
 
-@click.command("profile")
+@click.command("profile", cls=options.Command)
 @click.argument("target")
-@options.option("--links", is_flag=True, help="Also measure between two ranks -> links.json, which plan then uses.")
-@options.option(
-    "--estimate",
-    is_flag=True,
-    help="Count operations and bytes for plan --device-name, without timing and without memory for the weights. Works "
-    "for models that exceed this machine's memory.",
-)
-@options.profiling
+@options.of(ProfileCommand)
 @options.output
 def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool, **given: Any) -> None:
     """Measure the cost of each part of the model TARGET -> profile.json.
@@ -39,7 +41,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     from autopipe.ir.profile import COUNTED
     from autopipe.report import estimates, plans, sharding, tables
 
-    pipe = Pipeline(target, **options.of(table.ProfileOptions, given))
+    pipe = Pipeline(target, **given_of(ProfileOptions, given))
     work_dir = given["work_dir"]
     if estimate:
         for name, value in (("--links", links or None), ("--device", given["device"])):
@@ -68,18 +70,9 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     terminal.next("autopipe plan --gpus 2", work_dir=work_dir)
 
 
-@click.command("plan")
+@click.command("plan", cls=options.Command)
 @click.argument("target", required=False)
-@options.planning
-@options.option(
-    "--sweep-gpus",
-    type=types.SIZES,
-    metavar="N,N,...",
-    help="Predict step time and cost for each number; writes no plan.json.",
-)
-@options.option(
-    "--explain", is_flag=True, help="Print the reason for each cut, the bottleneck, and the second best plan."
-)
+@options.of(PlanCommand)
 @options.output
 def plan_command(
     terminal: Terminal,
@@ -97,10 +90,8 @@ def plan_command(
     --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
     a CPU, and TARGET is counted and not measured if this machine has no GPU. --sweep-gpus writes nothing.
     """
-    settings = options.plan_settings(target, given)
+    settings = plan_settings(target, given_of(PlanOptions, given))
     if sweep_gpus is not None:
-        if given["gpus"] is not None:
-            raise click.UsageError("--sweep-gpus excludes --gpus")
         _sweep(terminal, settings, sweep_gpus)
         return
     launching.fork_early(terminal, for_gpus=True)
@@ -148,8 +139,8 @@ def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) 
     terminal.document("plan", documents.scaling(result))
 
 
-@click.command("generate")
-@options.work_dir
+@click.command("generate", cls=options.Command)
+@options.of(WorkOptions)
 @options.output
 def generate_command(terminal: Terminal, work_dir: Path) -> None:
     """Write the stages of the stored plan as Python files -> stages/stage_0.py, ...
@@ -164,20 +155,10 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
     terminal.next("autopipe check", work_dir=work_dir)
 
 
-@click.command("simulate")
-@options.option("--schedule", type=types.SCHEDULE, metavar="NAME", help="Simulate this schedule instead of the plan's.")
-@options.ordering
-@options.option(
-    "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the timeline as JSON for ui.perfetto.dev and chrome://tracing.",
-)
-@options.work_dir
+@click.command("simulate", cls=options.Command)
+@options.of(SimulateOptions)
 @options.output
-def simulate_command(
-    terminal: Terminal, schedule: str | None, trace: Path | None, work_dir: Path, **given: Any
-) -> None:
+def simulate_command(terminal: Terminal, work_dir: Path, **given: Any) -> None:
     """Simulate the stored plan without running the model -> timeline.json.
 
     The timeline is of one minibatch, with the peak bytes of each rank. If steps overlap (pipedream, 2bw), it is the
@@ -185,8 +166,7 @@ def simulate_command(
     """
     from autopipe.report import tables
 
-    pipe = Pipeline(work_dir=work_dir)
-    result = pipe.simulate(schedule=schedule, trace=trace, **options.of(table.OrderOptions, given))
+    result = Pipeline(work_dir=work_dir).simulate(**given_of(SimulateOptions, given))
     terminal.notes(result.notes, (result.memory_shortfall,) if result.memory_shortfall else ())
     terminal.table(*tables.simulation(result, terminal.width if terminal.is_terminal else 0))
     terminal.document("simulate", documents.simulate(result))

@@ -1,4 +1,4 @@
-"""``autopipe check``, ``train``, ``eval`` and ``export``: the commands that run ranks or use a run."""
+"""``autopipe check``, ``train``, ``eval``, ``export`` and ``plain``: the commands that run ranks or use a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 import click
 
-from autopipe.commands import options as table
-from autopipe.commands.metrics.registry import LOGGERS
-from autopipe.commands.settings import EXPORT_FORMATS
+from autopipe.commands.options import train_settings
 from autopipe.launch.registry import LAUNCHERS
+from autopipe.options.commands import (
+    CheckOptions,
+    EvaluateOptions,
+    ExportCommand,
+    ExportOptions,
+    PlainCommand,
+    PlainOptions,
+    TrainCommand,
+)
+from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
-from autopipe.runtime.job import DATA_READERS
 
-from . import documents, failures, launching, options, submitting, types
+from . import documents, failures, launching, options, submitting
 from .terminal import Terminal
 
 LOADING = {
@@ -26,27 +33,12 @@ LOADING = {
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
 LOADING_HF = 'from_pretrained("{path}") of the class of the model, as in transformers'
-named_again = (
-    options.option("--target", metavar="TARGET", help="The model; required if the run was not made by you."),
-    options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
-)
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
-@click.command("check")
+@click.command("check", cls=options.Command)
 @click.argument("target", required=False)
-@options.planning
-@options.shapes
-@options.option(
-    "--steps",
-    type=types.COUNT,
-    metavar="K",
-    help="Optimizer steps to compare. [default: 3, or the staleness of the schedule and 2]",
-)
-@options.option("--full-batch", is_flag=True, help="Also compare every parameter with one step of the full batch.")
-@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest gradient norm.")
-@options.compiling
-@options.deferring
+@options.of(CheckOptions)
 @options.output
 def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train a few steps plainly and in stages, and compare every parameter.
@@ -64,10 +56,8 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     from autopipe.report import tables
 
     launching.fork_early(terminal)
-    pipe = options.pipeline(target, given)
-    wanted = {name: given[name] for name in ("steps", "full_batch", "clip_grad_norm", "compile", "deferred_batch_norm")}
     with terminal.progress() as progress:
-        report = pipe.check(**wanted, on_progress=progress)
+        report = Pipeline(target).check(**given_of(CheckOptions, given), on_progress=progress)
     terminal.notes(report.notes, report.warnings)
     terminal.table(*tables.check(report))
     terminal.document("check", documents.check(report))
@@ -76,7 +66,7 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     return 0 if report.equal else 1
 
 
-class Resuming(click.Command):
+class Resuming(options.Command):
     """A command whose ``--resume`` may have no value, which means the newest checkpoint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -91,99 +81,7 @@ class Resuming(click.Command):
 
 @click.command("train", cls=Resuming)
 @click.argument("target", required=False)
-@options.planning
-@options.shapes
-@options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
-@options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
-@options.option(
-    "--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest gradient norm. [default: no clipping]"
-)
-@options.option(
-    "--checkpoint-every",
-    type=types.COUNT_OR_NONE,
-    metavar="K",
-    help="Steps between checkpoints; 0: at the end only. [default: about 10 minutes by the plan's prediction]",
-)
-@options.option(
-    "--eval-every", type=types.COUNT_OR_NONE, default=0, metavar="K", help="Steps between evaluations; 0: never."
-)
-@options.option(
-    "--audit-every",
-    type=types.AUDITS,
-    default="auto",
-    show_default=True,
-    metavar="K|auto|0",
-    help="Every K steps, from a random one on, compare one step with plain training from the run's own state, in "
-    "another process. The exit code is 1 if it differs, or if all are skipped. auto: so often that it takes at most "
-    "0.5 % of the time, and, with --check, the second step; 0: never.",
-)
-@options.option(
-    "--check/--no-check",
-    default=True,
-    show_default=True,
-    help="Compare the first steps of a new plan with plain training, and probe its optimizer.",
-)
-@options.compiling
-@options.deferring
-@options.option(
-    "--keep-checkpoints", type=types.COUNT_OR_NONE, default=3, show_default=True, help="Number to keep; 0: all."
-)
-@options.option(
-    "--resume",
-    type=types.RESUME,
-    metavar="[STEP]",
-    help="Resume from a checkpoint; without STEP, the newest. Options that are not given keep the values of the run.",
-)
-@options.option(
-    "--max-restarts",
-    type=types.COUNT_OR_NONE,
-    metavar="N",
-    help="If a rank fails, resume from the last checkpoint, up to N times. [default: 0; 3 with --elastic]",
-)
-@options.option("--elastic", is_flag=True, help="After a failure, continue on the remaining ranks with a new plan.")
-@options.option(
-    "--on-nonfinite",
-    type=types.one_of("policy", *table.CHOICES["on_nonfinite"]),
-    default="stop",
-    show_default=True,
-    help="Reaction to a NaN or infinite loss or gradient; skip: all ranks skip the step.",
-)
-@options.option(
-    "--init-from",
-    type=click.Path(exists=True, path_type=Path),
-    metavar="PATH",
-    help="Initial weights: .safetensors, a state_dict (.pt), a Hugging Face folder, or a checkpoint. Each rank reads "
-    "its own part. Ignored with --resume.",
-)
-@options.option("--trust", is_flag=True, help="Read --init-from even if its format can run code (torch DCP).")
-@options.option(
-    "--data-reader",
-    type=types.one_of("reader", *DATA_READERS),
-    default="one",
-    show_default=True,
-    help="Which ranks read the data: one (rank 0) for all, or each rank all of it.",
-)
-@options.option("--allow-other-data", is_flag=True, help="Let --resume continue although the data has changed.")
-@launching.launching
-@options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Directory of the run.")
-@options.option(
-    "--events",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE|-",
-    help="Also add every event to FILE, one line of JSON each; -: to standard error, instead of the progress there.",
-)
-@options.option("--timeline", is_flag=True, help="Record the timeline of every rank.")
-@options.option("--measure-memory", is_flag=True, help="Measure the peak memory of each stage; slows the ranks down.")
-@options.option(
-    "--on-step", metavar="TARGET", help="(step, metrics), called by this process for each step; 'stop' ends the run."
-)
-@options.option("--on-evaluate", metavar="TARGET", help="(step, metrics), called for each evaluation, in the same way.")
-@options.option(
-    "--log",
-    type=types.one_of("logger", *LOGGERS),
-    multiple=True,
-    help="Also record the metrics with this tool, which must be installed. Repeatable.",
-)
+@options.of(TrainCommand)
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train in stages, after running every step that is missing or stale.
@@ -192,9 +90,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     The last line says how many steps are proven to equal plain training.
     """
-    options.refuse_exclusive(given)
-    given_options = options.of(table.TrainOptions, given)
-    settings = table.train_settings(target, given_options, launch=launching.settings(given))
+    settings = train_settings(target, given_of(TrainCommand, given), launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
     with launching.uncollected():
@@ -234,25 +130,11 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     return 1 if result.unproven else 0
 
 
-@click.command("eval")
+@click.command("eval", cls=options.Command)
 @run_argument
-@options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples per batch.")
-@options.option("--eval-data", metavar="TARGET", help="Held-out data that replaces the file's `evaluate_data`.")
-@options.option("--ema", "averaged", is_flag=True, help="Evaluate the averaged weights of `train --ema`.")
-@named_again[0]
-@named_again[1]
-@options.option("--loss", metavar="TARGET", help="Loss of --target that replaces the file's `loss`.")
-@options.work_dir
+@options.of(EvaluateOptions)
 @options.output
-def eval_command(
-    terminal: Terminal,
-    run: Path | None,
-    batch_size: int | None,
-    eval_data: str | None,
-    averaged: bool,
-    work_dir: Path,
-    **given: Any,
-) -> None:
+def eval_command(terminal: Terminal, run: Path | None, **given: Any) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
     The model file of the run is code, and it is run if you have named it on this machine, unchanged, or name it now.
@@ -261,45 +143,17 @@ def eval_command(
 
     _refuse_without_target(given)
     launching.fork_early(terminal)
-    pipe = Pipeline(work_dir=work_dir)
-    result = pipe.evaluate(
-        run, batch_size=batch_size, eval_data=eval_data, averaged=averaged, **options.of(table.EvaluateOptions, given)
-    )
+    result = Pipeline().evaluate(run, **given_of(EvaluateOptions, given))
     terminal.table(tables.evaluation(result))
     terminal.document("eval", documents.fields_of(result))
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
 
 
-@click.command("export")
+@click.command("export", cls=options.Command)
 @run_argument
-@options.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The file; .safetensors or .pt selects the format. A name without a suffix is a folder in torch's DCP format.",
-)
-@options.option(
-    "--format",
-    type=types.one_of("format", *EXPORT_FORMATS),
-    help="hf: a folder of safetensors files with an index, as Hugging Face uses. [default: by the name]",
-)
-@options.option("--step", type=types.COUNT_OR_NONE, help="Step of the checkpoint. [default: the newest]")
-@options.option("--ema", "averaged", is_flag=True, help="Write the averaged weights of `train --ema`.")
-@named_again[0]
-@named_again[1]
-@options.work_dir
+@options.of(ExportCommand)
 @options.output
-def export_command(
-    terminal: Terminal,
-    run: Path | None,
-    output: Path,
-    format: str | None,
-    step: int | None,
-    averaged: bool,
-    work_dir: Path,
-    **given: Any,
-) -> None:
+def export_command(terminal: Terminal, run: Path | None, output: Path, **given: Any) -> None:
     """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
     The unmodified model loads it with strict=True. The reported number counts the names in the state_dict: a tied
@@ -310,16 +164,37 @@ def export_command(
     from autopipe.report import tables
 
     _refuse_without_target(given)
-    pipe = Pipeline(work_dir=work_dir)
-    result = pipe.export(
-        output, run, step=step, format=format, averaged=averaged, **options.of(table.ExportOptions, given)
-    )
+    result = Pipeline().export(output, run, **given_of(ExportOptions, given))
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
     from autopipe.commands.exporting import CONFIG  # it imports torch
 
     has_config = (Path(result.path) / CONFIG).is_file()  # transformers can load it as it is
     terminal.next((LOADING_HF if has_config else LOADING[result.format]).format(path=result.path))
+
+
+@click.command("plain", cls=options.Command)
+@click.argument("target", required=False)
+@options.of(PlainCommand)
+@options.output
+def plain_command(terminal: Terminal, target: str | None, output: Path, **given: Any) -> None:
+    """Write the plain loop as a script that does not import autopipe: with data order, seeds, masks, microbatches.
+
+    TARGET is a model, with the options of `train`, or the directory of a run, whose settings and steps are used.
+    `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.
+    """
+    run = Path(target) if target is not None and (Path(target) / "job.json").is_file() else None
+    pipe = Pipeline(target if run is None else None)
+    with terminal.progress() as progress:
+        result = pipe.plain(output, run, **given_of(PlainOptions, given), on_progress=progress)
+    terminal.notes(result.notes)
+    terminal.table(f"{result.path}: {result.lines} lines, {result.steps} steps")
+    terminal.document("plain", documents.fields_of(result))
+    loop = f"python {shlex.quote(str(result.path))}"
+    if run is None:
+        terminal.next(loop)
+    else:
+        terminal.next(f"autopipe export {shlex.quote(str(run))} -o model.safetensors", f"{loop} model.safetensors")
 
 
 def _refuse_without_target(given: dict[str, Any]) -> None:

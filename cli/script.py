@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 
 import click
 
-from . import launching, options, submitting, types
+from autopipe.options.commands import ScriptCommand
+
+from . import launching, options, submitting
 from .failures import EndOfScript, Mistyped
 from .terminal import Terminal
 
@@ -28,7 +30,7 @@ class ScriptFile(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Run(click.Command):
+class Run(options.Command):
     """The command. Its error for an unknown option shows where the options of the script belong."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -73,43 +75,7 @@ def _has_file(words: list[str]) -> bool:
 @click.command("run", cls=Run, context_settings={"ignore_unknown_options": False})
 @click.argument("script", type=ScriptFile())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@options.option(
-    "--gpus",
-    type=types.COUNT,
-    metavar="N",
-    help="Stages, one process each. [default: as many as the launcher starts, else 2]",
-)
-@options.option(
-    "--check",
-    type=types.COUNT_OR_NONE,
-    default=2,
-    show_default=True,
-    metavar="K",
-    help="Optimizer steps that are compared with the script in a process of its own; 0: none.",
-)
-@options.option(
-    "--num-microbatches",
-    type=types.COUNT,
-    metavar="M",
-    help="Parts of the batch of each training call, for overlap. Above 1, not bit-equal to python.",
-)
-@options.option(
-    "--timeout",
-    type=types.NUMBER,
-    default=1800.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Silence that ends a run.",
-)
-@options.option(
-    "--stages-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the stage files in this directory."
-)
-@options.option(
-    "--launcher",
-    type=types.one_of("launcher", "local", "ssh", "slurm", "env"),
-    help="How the ranks are started; slurm: in the allocation of this process. [default: local]",
-)
-@launching.hosting
+@options.of(ScriptCommand)
 @options.verbosity
 @click.pass_obj  # type: ignore[arg-type]  # it passes the terminal
 def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **given: Any) -> NoReturn:

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from autopipe.options.commands import SweepCommand
+
 from . import documents, failures, launching, options
 from .live import SENTENCES, shown
 from .terminal import Terminal
@@ -17,27 +19,9 @@ from .terminal import Terminal
 LINE_EVERY_SECONDS = 10.0
 
 
-@click.command("sweep")
+@click.command("sweep", cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@options.option(
-    "--devices",
-    metavar="0,1|N",
-    help="GPUs by index, or a number of devices; on a CPU, of processes. [default: as in FILE, else all]",
-)
-@options.option(
-    "--jobs-per-device",
-    metavar="auto|K",
-    help="Jobs that may share a device if their stages take turns on it (--schedule spilled): one computes while the "
-    "others copy. auto: as many as the simulation says. [default: as in FILE, else 1]",
-)
-@options.option("--resume", is_flag=True, help="Continue the sweep; failed jobs are tried again.")
-@options.option("--dry-run", is_flag=True, help="Measure the models and print the predicted timetable.")
-@options.option(
-    "--sweep-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Directory of the sweep. [default: .autopipe/sweeps/NAME]",
-)
+@options.of(SweepCommand)
 @options.output
 def sweep_command(
     terminal: Terminal,

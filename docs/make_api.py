@@ -15,7 +15,7 @@ from generated import write_or_compare
 
 import autopipe
 from autopipe import errors
-from autopipe.commands import options
+from autopipe.options import commands as options
 
 PAGE = Path(__file__).resolve().parent / "api.md"
 WIDTH = 120
@@ -35,7 +35,7 @@ COMMANDS = {
     "steps": ("train", options.TrainOptions),
     "evaluate": ("eval", options.EvaluateOptions),
     "export": ("export", options.ExportOptions),
-    "report": ("report", options.ReportOptions),
+    "report": ("report", options.WorkOptions),
     "plain": ("plain", options.PlainOptions),
 }
 

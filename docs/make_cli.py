@@ -9,11 +9,12 @@ import click
 from generated import write_or_compare
 
 from autopipe.cli.main import COMMANDS, autopipe
+from autopipe.cli.options import Command
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
 HEAD = """# Commands
 
-`make docs` writes this page from the `--help` of the commands; a test compares the two.
+`make docs` writes this page from the `--help-all` of the commands; a test compares the two.
 
 Exit codes: 0 success, 1 an error (what, where, what to try), 2 usage, 3 a rank failed, 75 stopped cleanly with a
 checkpoint, 130 Ctrl-C. With `--json`, stdout has exactly one JSON document with `schema_version`, also for an error.
@@ -146,7 +147,8 @@ def page() -> str:
         command = autopipe if not name else autopipe.get_command(top, name)
         assert command is not None
         context = top if not name else click.Context(command, info_name=name, parent=top, terminal_width=100)
-        parts.append(f"\n## {f'autopipe {name}'.strip()}\n\n```text\n{command.get_help(context).rstrip()}\n```\n")
+        text = command.complete_help(context) if isinstance(command, Command) else command.get_help(context)
+        parts.append(f"\n## {f'autopipe {name}'.strip()}\n\n```text\n{text.rstrip()}\n```\n")
     parts.append(TAIL)
     return "".join(parts)
 

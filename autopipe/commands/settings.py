@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autopipe.launch.request import LaunchSettings
+from autopipe.options.table import OPTIONS
 
-WORK_DIRECTORY = Path(".autopipe")
-MAX_SHAPES = 16
+WORK_DIRECTORY = Path(OPTIONS["work_dir"].default)
+MAX_SHAPES: int = OPTIONS["max_shapes"].default
 ELASTIC_RESTARTS = 3
 AUTO_TEAM = 0
 CHECKPOINT_SECONDS = 600.0
-EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
+EXPORT_FORMATS = OPTIONS["format"].choices
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "after_step", "evaluate_data")
 
 Progress = Callable[[str, float], None]

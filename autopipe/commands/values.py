@@ -1,4 +1,4 @@
-"""Converts Python values of options to what the command line parses: paths, bytes, hosts, TARGET texts."""
+"""The values of options by kind: read from the texts of the command line, checked, and converted: see ``KINDS``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import ast
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopipe.commands.metrics.registry import LOGGERS
-from autopipe.commands.options import CHOICES, LEAST, NEWEST, NUMBERS, SWITCHES, exclusive_pair
 from autopipe.errors import unknown_choice, with_article
+from autopipe.launch.registry import LAUNCHERS
+from autopipe.options.commands import PipelineOptions, exclusive_pair, options_of
+from autopipe.options.table import Option
 from autopipe.units import parse_bandwidth, parse_bytes
 
-_PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
-_TEXTS = ("opaque", "device_name", "remote_python", "interface")
-TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
+NEWEST = -1  # of ``resume``: the newest checkpoint
+MOST_MEMBERS = 1024
 
 
 class LiteralText(str):
@@ -25,52 +27,99 @@ class LiteralText(str):
     __slots__ = ()
 
 
-def parsed(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the options that are given, as the command line parses them.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of values."""
 
-    Raises: TypeError for a name that is not in ``known``; ValueError for an invalid value.
+    check: Callable[[str, Option, Any], Any]  # (name, option, value) -> value as settings have it; raises ValueError
+    metavar: str = "TEXT"
+    read: Callable[[str], Any] = str  # a text of the command line -> value, or the text itself; raises ValueError
+    repeatable: bool = False  # the command line reads several texts, one value each
+
+
+def parsed(options: Mapping[str, Any], command: type) -> dict[str, Any]:
+    """Return the options that are given, as settings have them. ``command``: of ``autopipe.options.commands``.
+
+    Raises: TypeError for a name that the command does not have; ValueError for an invalid value.
     """
+    known = options_of(command)
     for name in options:
         if name not in known:
             raise TypeError(unknown_choice("option", name, known))
-    values = {name: _parsed(name, value) for name, value in options.items() if value is not None}
-    pair = exclusive_pair(values)
+    given = {name: value for name, value in options.items() if value is not None}
+    values = {name: KINDS[known[name].kind].check(name, known[name], value) for name, value in given.items()}
+    pair = exclusive_pair(command, values)
     if pair is not None:
         raise ValueError(f"{pair[0]} and {pair[1]} exclude each other; give one")
     return values
 
 
-def _parsed(name: str, value: Any) -> Any:
-    if name in CHOICES and value not in CHOICES[name]:
-        raise ValueError(unknown_choice(name, str(value), CHOICES[name]))
-    if name in LEAST and (type(value) is not int or value < LEAST[name]):
-        raise ValueError(f"{name} must be a whole number of at least {LEAST[name]}, got {value!r}")
-    if name in SWITCHES and not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    if name in NUMBERS:
-        return _number(name, value)
-    if name in _TEXTS and not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {value!r}")
-    if name in _PATHS:
-        return _path(name, value)
-    if name in TARGETS:
-        return target_text(value, name)
-    return _PARSERS[name](value) if name in _PARSERS else value
+def from_text(name: str, option: Option, text: str) -> Any:
+    """Return the value of a text of the command line. Raises: ValueError or PlanError."""
+    kind = KINDS[option.kind]
+    text = next((choice for choice in choices(option) if choice.lower() == text.lower()), text)
+    value = kind.read(text)
+    return value if value is None or kind.repeatable else kind.check(name, option, value)
 
 
-def _number(name: str, value: Any) -> float:
-    """Return a number unchanged. Raises: ValueError unless it is finite and at least 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    if name == "watchdog" and value == 0:
-        raise ValueError("watchdog must be above 0 seconds, got 0")
-    if name == "ema" and value >= 1:
-        raise ValueError(f"ema must be below 1, got {value!r}")
+def choices(option: Option) -> tuple[str, ...]:
+    """Return the names that an option accepts, () for one that accepts other values."""
+    if option.kind == "schedule":
+        from autopipe.schedules import REGISTRY  # imported when a schedule is given, to keep --help fast
+
+        return ("auto", *REGISTRY)
+    return tuple({"launcher": LAUNCHERS, "loggers": LOGGERS}.get(option.kind, option.choices))
+
+
+def _choice(name: str, option: Option, value: Any) -> str:
+    if value not in choices(option):
+        raise ValueError(unknown_choice(name, str(value), choices(option)))
+    return str(value)
+
+
+def _or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that returns a text which ``read`` cannot read, for the check to refuse."""
+
+    def value_of(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            return text
+
+    return value_of
+
+
+def _whole(name: str, option: Option, value: Any) -> int:
+    if type(value) is not int or value < option.least:
+        raise ValueError(f"{name} must be a whole number of at least {option.least}, got {value!r}")
+    if value > option.most:
+        raise ValueError(f"{name} must be at most {option.most}, got {value}")
     return value
 
 
-def _path(name: str, value: Any) -> Path:
-    """Return a path. Raises: ValueError for anything else."""
+def _switch(name: str, option: Option, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _number(name: str, option: Option, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    if option.above_zero and value == 0:
+        raise ValueError(f"{name} must be above 0 seconds, got 0")
+    if option.below is not None and value >= option.below:
+        raise ValueError(f"{name} must be below {option.below:g}, got {value!r}")
+    return value
+
+
+def _text(name: str, option: Option, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r}")
+    return value
+
+
+def _path(name: str, option: Option, value: Any) -> Path:
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if isinstance(text, str):
@@ -78,34 +127,52 @@ def _path(name: str, value: Any) -> Path:
     raise ValueError(f"{name} must be a path, got {value!r}")
 
 
-def _seed(value: Any) -> int:
+def _seed(name: str, option: Option, value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise ValueError(f"seed must be a whole number that fits in 64 bits, got {value!r}")
+        raise ValueError(f"{name} must be a whole number that fits in 64 bits, got {value!r}")
     return value
 
 
-def _resume(value: Any) -> bool | int:
+def _step(text: str) -> int | None:
+    """Return the step of ``--resume``, ``NEWEST`` or None."""
+    if text.lower() in ("newest", "true", "yes", "on"):
+        return NEWEST
+    if text.lower() in ("false", "no", "off", "never"):
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a step")
+    return int(text)
+
+
+def _resume(name: str, option: Option, value: Any) -> bool | int:
     if isinstance(value, bool) or (type(value) is int and value >= NEWEST):
         return value
-    raise ValueError(f"resume must be True, False or the step of a checkpoint, got {value!r}")
+    raise ValueError(f"{name} must be True, False or the step of a checkpoint, got {value!r}")
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def _sizes(name: str, option: Option, value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, (list, tuple, range)) else ()
-    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
-        raise ValueError(f"microbatch_sizes must be a list of whole numbers of at least 1, got {value!r}")
+    if not sizes or not all(type(size) is int and 1 <= size <= option.most for size in sizes):
+        raise ValueError(f"{name} must be a list of whole numbers of at least 1, such as 1,2,4, got {value!r}")
     return sizes
 
 
-def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
+def _pair(text: str) -> tuple[str, LiteralText]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{text!r} is not name=value")
+    return name, LiteralText(value)
+
+
+def _arguments(name: str, option: Option, value: Any) -> dict[str, str]:
     """Return keyword arguments of the model as texts, which ranks parse as Python literals."""
     try:
         arguments: dict[Any, Any] = dict(value)
     except (TypeError, ValueError):
         arguments = {None: None}
-    if not all(isinstance(name, str) for name in arguments):
-        raise ValueError(f"arg must be a dictionary of the model's keyword arguments, got {value!r}")
-    return {name: _literal(name, item) for name, item in arguments.items()}
+    if not all(isinstance(argument, str) for argument in arguments):
+        raise ValueError(f"{name} must be a dictionary of the model's keyword arguments, got {value!r}")
+    return {argument: _literal(argument, item) for argument, item in arguments.items()}
 
 
 def _literal(name: str, value: Any) -> str:
@@ -128,107 +195,90 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-def _inputs(value: Any) -> tuple[str, ...]:
+def _inputs(name: str, option: Option, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"input must be a text or a list of texts, got {value!r}")
+        raise ValueError(f"{name} must be a text or a list of texts, got {value!r}")
     return tuple(texts)
 
 
-def _observer(value: Any) -> str | Callable[..., Any]:
+def _observer(name: str, option: Option, value: Any) -> str | Callable[..., Any]:
     """Return a TARGET text, or a function of any kind: no rank imports it."""
     if isinstance(value, (str, os.PathLike)):
         return str(os.fspath(value))
     if not callable(value):
-        raise ValueError(f"on_step and on_evaluate must be a function or a TARGET text, got {value!r}")
+        raise ValueError(f"{name} must be a function or a TARGET text, got {value!r}")
     function: Callable[..., Any] = value
     return function
 
 
-def _loggers(value: Any) -> tuple[str, ...]:
+def _logger(text: str) -> str:
+    if text not in LOGGERS:
+        raise ValueError(unknown_choice("logger", text, LOGGERS))
+    return text
+
+
+def _loggers(name: str, option: Option, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)):
-        raise ValueError(f"log must be a name or a list of names, got {value!r}")
-    for name in names:
-        if name not in LOGGERS:
-            raise ValueError(unknown_choice("logger", str(name), LOGGERS))
-    return tuple(dict.fromkeys(names))
+        raise ValueError(f"{name} must be a name or a list of names, got {value!r}")
+    return tuple(dict.fromkeys(_logger(str(logger)) for logger in names))
 
 
-def _audits(value: Any) -> int | None:
+def _audits(name: str, option: Option, value: Any) -> int | None:
     if value == "auto":
         return None
     if type(value) is not int or value < 0:
-        raise ValueError(f"audit_every must be 'auto' or a whole number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be 'auto' or a whole number of at least 0, got {value!r}")
     return value
 
 
-def _team(value: Any) -> str | int:
-    if value != "auto" and (type(value) is not int or value < 1):
-        raise ValueError(f"tensor_parallel must be 'auto' or a whole number of at least 1, got {value!r}")
+def _team(name: str, option: Option, value: Any) -> str | int:
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MOST_MEMBERS):
+        raise ValueError(
+            f"{name} must be 'auto' or a whole number of at least 1 and at most {MOST_MEMBERS}, got {value!r}"
+        )
     team: str | int = value
     return team
 
 
-def _schedule(value: str) -> str:
-    from autopipe.schedules import REGISTRY
+def _quantity(parse: Callable[[str], float], kind: type) -> Callable[[str, Option, Any], Any]:
+    """Return the check of a quantity above 0, which is a number or a text with a unit."""
 
-    known = ("auto", *REGISTRY)
-    if value not in known:
-        raise ValueError(unknown_choice("schedule", str(value), known))
-    return value
+    def check(name: str, option: Option, value: Any) -> Any:
+        if isinstance(value, str):
+            return kind(parse(value))
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a number above 0 or a text with a unit, got {value!r}")
+        return kind(value)
 
-
-def _bytes(value: Any) -> int:
-    return int(_quantity("gpu_memory", value, parse_bytes))
-
-
-def _rate(value: Any) -> float:
-    return float(_quantity("link", value, parse_bandwidth))
+    return check
 
 
-def _quantity(name: str, value: Any, parse: Callable[[str], float]) -> float:
-    """Return a quantity above 0, which is a number or a text with a unit. Raises: ValueError or PlanError."""
-    if isinstance(value, str):
-        return parse(value)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a number above 0 or a text with a unit, got {value!r}")
-    return value
-
-
-def _hosts(value: Any) -> tuple[Any, ...]:
+def _hosts(name: str, option: Option, value: Any) -> tuple[Any, ...]:
     from autopipe.launch.remote.hosts import checked_hosts, parse_hosts
 
     if isinstance(value, str):
         return parse_hosts(value)
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"hosts must be a text such as 'h1:2,h2:2' or a list of hosts, got {value!r}")
+        raise ValueError(f"{name} must be a text such as 'h1:2,h2:2' or a list of hosts, got {value!r}")
     return checked_hosts(value) if value else ()
 
 
-def _hostfile(value: Any) -> tuple[Any, ...]:
+def _hostfile(name: str, option: Option, value: Any) -> tuple[Any, ...]:
     from autopipe.launch.remote.hosts import checked_hosts, read_hostfile
 
-    return checked_hosts(value) if isinstance(value, (list, tuple)) else read_hostfile(_path("hostfile", value))
+    return checked_hosts(value) if isinstance(value, (list, tuple)) else read_hostfile(_path(name, option, value))
 
 
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "arg": _arguments,
-    "input": _inputs,
-    "microbatch_sizes": _sizes,
-    "seed": _seed,
-    "resume": _resume,
-    "gpu_memory": _bytes,
-    "link": _rate,
-    "hosts": _hosts,
-    "hostfile": _hostfile,
-    "audit_every": _audits,
-    "schedule": _schedule,
-    "tensor_parallel": _team,
-    "on_step": _observer,
-    "on_evaluate": _observer,
-    "log": _loggers,
-}
+def _slurm_option(text: str) -> tuple[str, str]:
+    from autopipe.launch.slurm import parse_option
+
+    return parse_option(text)
+
+
+def _size_list(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def target_text(value: Any, option: str) -> str:
@@ -269,3 +319,34 @@ def _unimportable(option: str, problem: str) -> ValueError:
         f"{option} is {problem}; every rank imports it by name, so define it with `def` or `class` at the top level of "
         "a module, or pass a text such as 'model.py:build_model'"
     )
+
+
+KINDS: Mapping[str, Kind] = {
+    "switch": Kind(_switch, ""),
+    "count": Kind(_whole, "N", _or_text(int)),
+    "number": Kind(_number, "X", _or_text(float)),
+    "text": Kind(_text),
+    "choice": Kind(_choice),
+    "schedule": Kind(_choice),
+    "launcher": Kind(_choice),
+    "file": Kind(_path, "FILE"),
+    "directory": Kind(_path, "DIRECTORY"),
+    "path": Kind(_path, "PATH"),
+    "target": Kind(lambda name, option, value: target_text(value, name), "TARGET"),
+    "arguments": Kind(_arguments, "NAME=VALUE", _pair, repeatable=True),
+    "inputs": Kind(_inputs, repeatable=True),
+    "seed": Kind(_seed, "N", _or_text(int)),
+    "sizes": Kind(_sizes, "N,N,...", _or_text(_size_list)),
+    "bytes": Kind(_quantity(parse_bytes, int), "SIZE"),
+    "bandwidth": Kind(_quantity(parse_bandwidth, float), "RATE"),
+    "team": Kind(_team, "auto|N", _or_text(int)),
+    "resume": Kind(_resume, "[STEP]", _step),
+    "audits": Kind(_audits, "K|auto|0", _or_text(int)),
+    "hosts": Kind(_hosts, "h1:2,h2:2"),
+    "hostfile": Kind(_hostfile, "FILE"),
+    "slurm": Kind(lambda name, option, value: value, "KEY=VALUE", _slurm_option, repeatable=True),
+    "observer": Kind(_observer, "TARGET"),
+    "loggers": Kind(_loggers, read=_logger, repeatable=True),
+}
+TARGETS = ("target", *(name for name, option in options_of(PipelineOptions).items() if option.kind == "target"))
+"""The options that name code which ranks import."""

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError, unknown_choice
+from autopipe.options.table import OPTIONS
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.schedules.registry import REGISTRY
-
-RECOMPUTE = ("auto", "never", "block", "stage", "always")
-EXACT_TIES = ("auto", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +48,9 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} is {value}; it must be at least 1")
-        if self.recompute not in RECOMPUTE:
-            raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
-        if self.exact_ties not in EXACT_TIES:
-            raise PlanError(unknown_choice("setting of exact ties", self.exact_ties, EXACT_TIES))
+        for name in ("recompute", "exact_ties"):
+            if getattr(self, name) not in OPTIONS[name].choices:
+                raise PlanError(unknown_choice(name, getattr(self, name), OPTIONS[name].choices))
         if self.stages_per_rank > 1 and self.may_replicate:
             raise PlanError(
                 "several stages per rank and different numbers of replicas exclude each other",

@@ -10,31 +10,11 @@ from typing import Any
 from autopipe.errors import unknown_choice
 from autopipe.ir.artifact import OMIT_DEFAULT
 from autopipe.ir.cluster import Cluster
+from autopipe.options.commands import PlanOptions, options_of
+from autopipe.options.table import Option, flag_of
 from autopipe.schedules import REGISTRY
 from autopipe.units import in_bandwidth, in_bytes
 
-_OPTIONS = {
-    "gpus": "--gpus",
-    "batch_size": "--batch-size",
-    "schedule": "--schedule",
-    "num_microbatches": "--num-microbatches",
-    "microbatch_size": "--microbatch-size",
-    "recompute": "--recompute",
-    "exact_ties": "--exact-ties",
-    "shard_optimizer": "--shard-optimizer",
-    "cluster": "--cluster",
-    "gpu_memory_bytes": "--gpu-memory",
-    "link": "--link",
-    "replicas": "--replicas",
-    "device_name": "--device-name",
-    "vertical_sync": "--vertical-sync",
-    "stages_per_rank": "--stages-per-rank",
-    "warmup_depth": "--warmup-depth",
-    "grid": "--schedule-file",
-    "averages": "--ema",
-    "team": "--tensor-parallel",
-    "sequence": "--sequence-parallel",
-}
 _UNITS: dict[str, Callable[[Any], str]] = {
     "gpu_memory_bytes": in_bytes,
     "link": in_bandwidth,
@@ -43,12 +23,13 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 _FILES = ("cluster", "grid")  # their contents are not shown
 # options that are reset when the schedule changes
 _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
-
-_CHOICES = {
-    "recompute": ("auto", "never", "block", "stage", "always"),
-    "exact_ties": ("auto", "always"),
-    "shard_optimizer": ("auto", "never"),
-    "replicas": ("auto", "never"),
+# field of the request -> option, where their names differ
+_OPTION_OF = {
+    "gpu_memory_bytes": "gpu_memory",
+    "grid": "schedule_file",
+    "averages": "ema",
+    "team": "tensor_parallel",
+    "sequence": "sequence_parallel",
 }
 
 
@@ -79,19 +60,15 @@ class PlanRequest:
     sequence: bool | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
-        counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and not 1 <= value < 2**31:
-                raise ValueError(f"{_OPTIONS[name]} {value} is out of range")
-        for name in ("gpu_memory_bytes", "link"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{_OPTIONS[name]} is {value}; it must be larger than 0")
-        for name, known in {"schedule": ("auto", *REGISTRY), **_CHOICES}.items():
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise ValueError(unknown_choice(name, value, known))
+        for name, value in _values(self).items():
+            option = _option_of(name)
+            if option.kind == "count" and not option.least <= value <= option.most:
+                raise ValueError(f"{_flag(name)} {value} is out of range")
+            if option.kind in ("bytes", "bandwidth") and value <= 0:
+                raise ValueError(f"{_flag(name)} is {value}; it must be larger than 0")
+            choices = ("auto", *REGISTRY) if name == "schedule" else option.choices
+            if choices and value not in choices:
+                raise ValueError(unknown_choice(name, value, choices))
 
     @property
     def of_other_devices(self) -> bool:
@@ -115,8 +92,7 @@ class PlanRequest:
         ``num_microbatches`` and ``microbatch_size`` exclude each other. Options of one schedule do not carry over to
         another. A schedule file determines the numbers of ranks and microbatches.
         """
-        given = {field.name: getattr(newer, field.name) for field in dataclasses.fields(newer)}
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = _values(newer)
         if newer.num_microbatches is not None:
             changes["microbatch_size"] = None
         elif newer.microbatch_size is not None:
@@ -136,42 +112,47 @@ class PlanRequest:
 
         Without ``--gpus``, and without ``--ema``, which is an option of each training.
         """
-        return tuple(
-            _given(name, value)
-            for name in _OPTIONS
-            if name not in ("gpus", "averages")
-            and (value := getattr(self, name)) is not None
-            and getattr(other, name) is None
-        )
+        given = {name: value for name, value in _values(self).items() if getattr(other, name) is None}
+        return tuple(_given(name, value) for name, value in given.items() if name not in ("gpus", "averages"))
 
     def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
         """Return the differences, as options: ``--gpus 2 -> 4``."""
         changes = []
-        for name, option in _OPTIONS.items():
+        for entry in dataclasses.fields(self):
+            name = entry.name
             before, after = getattr(self, name), getattr(other, name)
             if before != after:
-                changes.append(
-                    option if name in _FILES else f"{option} {_shown(name, before)} -> {_shown(name, after)}"
-                )
+                shown = "" if name in _FILES else f" {_shown(name, before)} -> {_shown(name, after)}"
+                changes.append(_flag(name) + shown)
         return tuple(changes)
+
+
+def _values(request: PlanRequest) -> dict[str, Any]:
+    """Return the values that a request has, by field."""
+    values = {entry.name: getattr(request, entry.name) for entry in dataclasses.fields(request)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _option_of(name: str) -> Option:
+    return options_of(PlanOptions)[_OPTION_OF.get(name, name)]
+
+
+def _flag(name: str) -> str:
+    return flag_of(_OPTION_OF.get(name, name))
 
 
 def _given(name: str, value: Any) -> str:
     """Return an option with its value, as on the command line. The content of a file is not shown."""
-    option = _OPTIONS[name]
+    option = _flag(name)
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
     return option if name in _FILES else f"{option} {_UNITS.get(name, str)(value)}"
 
 
-def has_flag(option: str) -> bool:
-    """Return whether a command-line option sets an option of a schedule."""
-    return option == "depth" or option in _OPTIONS
-
-
-def flag_of(option: str) -> str:
-    """Return the command-line option for an option of a schedule."""
-    return _OPTIONS["warmup_depth" if option == "depth" else option]
+def schedule_flag(option: str) -> str:
+    """Return the command-line option for an option of a schedule, "" for any other."""
+    name = "warmup_depth" if option == "depth" else option
+    return _flag(name) if name in _OF_SCHEDULE else ""
 
 
 def _shown(name: str, value: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopipe.errors import PlanError, counted
 from autopipe.ir.plan import Plan
-from autopipe.planning.requests import PlanRequest, flag_of, has_flag
+from autopipe.planning.requests import PlanRequest, schedule_flag
 from autopipe.planning.space import schedules_with_options
 from autopipe.schedules import layout_of
 
@@ -59,9 +59,8 @@ def schedule_flags(plan: Plan, grid: Path | None) -> str:
         return f"--schedule-file {shlex.quote(str(grid))}"
     words = ["--schedule", plan.schedule]
     for option, value in plan.schedule_options.items():
-        if not has_flag(option):  # chosen by the planner
-            continue
-        words += [flag_of(option)] if option == "vertical_sync" else [flag_of(option), str(value)]
+        if flag := schedule_flag(option):  # the others are chosen by the planner
+            words += [flag] if option == "vertical_sync" else [flag, str(value)]
     return " ".join(words)
 
 

@@ -15,7 +15,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.planning import PlanOptions
-from autopipe.planning.requests import PlanRequest, flag_of
+from autopipe.planning.requests import PlanRequest, schedule_flag
 from autopipe.schedules import REGISTRY, ScheduleKind, layout_of, make
 from autopipe.schedules.kind import DEPTH
 
@@ -141,7 +141,8 @@ def schedules_with_options(names: tuple[str, ...], request: PlanRequest) -> tupl
         value = given.get(option.name, option.default)
         if not option.minimum <= value <= option.maximum:
             raise PlanError(
-                f"{flag_of(option.name)} {value} is out of range: it runs from {option.minimum} to {option.maximum}",
+                f"{schedule_flag(option.name)} {value} is out of range: it runs from {option.minimum} to "
+                f"{option.maximum}",
                 remedy=f"omit it for {option.default} ({option.meaning})",
             )
     if accepting:
@@ -150,7 +151,7 @@ def schedules_with_options(names: tuple[str, ...], request: PlanRequest) -> tupl
     takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
     who = f"schedule {names[0]} takes no" if len(names) == 1 else "no schedule that --schedule auto tries takes"
     remedy = f"omit it, or choose a schedule that does: {', '.join(takers)}"
-    raise PlanError(f"{who} {flag_of(missing)}", remedy=remedy)
+    raise PlanError(f"{who} {schedule_flag(missing)}", remedy=remedy)
 
 
 def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopipe.commands import options as table
 from autopipe.commands import values
 from autopipe.commands.apart.child import Link
 from autopipe.commands.apart.errors import described
 from autopipe.commands.checking.checking import check_first
 from autopipe.commands.locks import only_one
+from autopipe.commands.options import launch_settings, train_settings
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import batch_size_of, prepare
@@ -30,19 +30,18 @@ from autopipe.errors import AutopipeError, DoesNotFitError, RunError
 from autopipe.ir import decoding
 from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
+from autopipe.options.commands import PlanOptions, ProfileOptions, TrainOptions, options_of
 from autopipe.planning.spilled.explain import COMPUTE, TO_DEVICE, TO_HOST, bounds_of
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.spilling.token import ADDRESS
 from autopipe.sweep.devices import as_visible
-from autopipe.sweep.file import OPTIONS
 
 # seconds between two messages about steps: the supervisor shows them, and the run has them all in its metrics
 _STEP_SECONDS = 0.1
 _SENT = ("progress", "note", "start", "step", "checkpoint", "evaluation", "stopping", "restart", "nonfinite")
 _OF_THE_PLAN = frozenset(
-    (table.PlanOptions.__optional_keys__ - table.ProfileOptions.__optional_keys__)
-    | {"tensor_parallel", "sequence_parallel"}
+    (options_of(PlanOptions).keys() - options_of(ProfileOptions).keys()) | {"tensor_parallel", "sequence_parallel"}
 ) - {"ema"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -257,12 +256,12 @@ def _copy(shared: Path, work_dir: Path) -> None:
 
 def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False) -> TrainSettings:
     """Return the settings of a job. ``resume``: without the options of the plan, which the work directory has."""
-    given = values.parsed(json.loads(options), OPTIONS)
+    given = values.parsed(json.loads(options), TrainOptions)
     given.setdefault("gpus", 1)
     given.setdefault("max_restarts", 3)
     if resume:
         given = {name: value for name, value in given.items() if name not in _OF_THE_PLAN}
-    return table.train_settings(target, given | {"work_dir": work_dir}, launch=table.launch_settings(given))
+    return train_settings(target, given | {"work_dir": work_dir}, launch=launch_settings(given))
 
 
 def _begin(devices: tuple[int, ...], log: Path) -> None:

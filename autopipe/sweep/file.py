@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.commands import options as table
 from autopipe.commands import values
 from autopipe.errors import AutopipeError, RunError, counted, unknown_choice
 from autopipe.ir import artifact
+from autopipe.options import commands as table
 from autopipe.sweep.grid import ARGUMENT, combinations, flat, folder_of, label, nested
 from autopipe.sweep.halving import Halving
 from autopipe.units import parse_seconds
@@ -47,8 +47,8 @@ _OF_THE_SWEEP = {
         "the jobs of a sweep run on this machine",
     ),
 }
-OPTIONS: frozenset[str] = frozenset(table.TrainOptions.__optional_keys__ - _OF_THE_SWEEP.keys())
-_FILES = ("cluster", "schedule_file", "init_from")
+_OF_TRAIN = table.options_of(table.TrainOptions)
+OPTIONS = frozenset(_OF_TRAIN.keys() - _OF_THE_SWEEP.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +280,14 @@ class _Reader:
             self._refuse(place, f"{key} is not an option of a job: {_OF_THE_SWEEP[option]}")
         if not option.startswith(ARGUMENT) and option not in OPTIONS:
             self._refuse(place, unknown_choice("option", option, {*OPTIONS, *more, "arg.NAME"}))
-        if option in _FILES and isinstance(value, str):
+        if option in _OF_TRAIN and _OF_TRAIN[option].exists and isinstance(value, str):
             value = str(self._folder / value)
             if not Path(value).exists():
                 self._refuse(place, f"there is no {value}", "paths are relative to the folder of the sweep file")
         if option in values.TARGETS and isinstance(value, str):
             value = self._anchored(place, value)
         try:
-            values.parsed(nested({option: value}), OPTIONS)
+            values.parsed(nested({option: value}), table.TrainOptions)
         except (ValueError, TypeError) as error:
             self._refuse(place, str(error))
         except AutopipeError as error:
@@ -308,15 +308,15 @@ class _Reader:
 
     def _excluded(self, place: str, job: SweepJob) -> Iterator[str]:
         """Yield the options that those of a job exclude. Raises: RunError if two of its own do."""
-        if pair := table.exclusive_pair(job.given()):
+        if pair := table.exclusive_pair(table.TrainOptions, job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
-        for name in job.options:
-            yield from table.excluded_by(name)
+        for name in job.given():
+            yield from table.excluded_by(table.TrainOptions, name)
 
     def _verify(self, job: SweepJob, sweep: SweepFile) -> None:
         """Verify what depends on the complete options of a job. Raises: RunError."""
         place, options = job.place, job.options
-        if pair := table.exclusive_pair(job.given()):
+        if pair := table.exclusive_pair(table.TrainOptions, job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
         steps = options.get("steps")
         if sweep.halving is not None:

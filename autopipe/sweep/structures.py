@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopipe.commands import options as table
 from autopipe.ir import artifact
+from autopipe.options.commands import PipelineOptions, options_of
 from autopipe.sweep.file import SweepJob
 from autopipe.sweep.grid import ARGUMENT
 
 _NOT_PLANNED = {"lr", "seed", "max_shapes"}
-_PLANNED = frozenset(table.PipelineOptions.__optional_keys__ - _NOT_PLANNED)
+_PLANNED = options_of(PipelineOptions).keys() - _NOT_PLANNED
 # the options besides those of the plan that determine the comparison of the first steps
 _COMPARED = ("check", "clip_grad_norm", "deferred_batch_norm", "compile", "on_nonfinite")
 

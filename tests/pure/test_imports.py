@@ -27,7 +27,7 @@ SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / fold
 LIMITS = tomllib.loads(Path(__file__).with_name("layout.toml").read_text(encoding="utf-8"))
 SLACK = 150
 """Lines by which a limit may lie above what there is."""
-NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
+NO_TORCH = ("errors", "options", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
 # needed by a forward in any process
@@ -36,6 +36,7 @@ _RUN = {*_FORWARD, "cores", "stage", "schedules", "workload", "trace", "measure"
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
+    "options": set(),
     "bits": set(),
     "cores": set(),
     "draws": set(),
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "sequence": {"errors", "strides", "team"},
     "stage": {"errors", "ir", "draws", "guards", "team"},
     "schedules": _BASE,
-    "planning": {*_BASE, "cores", "schedules"},
+    "planning": {*_BASE, "cores", "options", "schedules"},
     "report": {*_BASE, "schedules", "planning"},
     "workload": {*_BASE, "bits", "draws", "sparse"},
     "trace": {*_FORWARD, "workload"},
@@ -58,9 +59,9 @@ MAY_IMPORT = {
     "verify": _RUN,
     "launch": {*_RUN, "report"},
     "script": {*_RUN, "launch"},
-    "commands": {*_RUN, "report", "verify", "launch", "script"},
-    "sweep": {*_RUN, "report", "verify", "launch", "commands"},
-    "pipeline": {"errors", "commands", "report"},
+    "commands": {*_RUN, "options", "report", "verify", "launch", "script"},
+    "sweep": {*_RUN, "options", "report", "verify", "launch", "commands"},
+    "pipeline": {"errors", "options", "commands", "report"},
 }
 
 

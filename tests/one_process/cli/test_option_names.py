@@ -1,18 +1,21 @@
-"""The keywords of ``autopipe.Pipeline`` are the options of the command line, from one table."""
+"""The keywords of ``autopipe.Pipeline`` and the options of the command line are those of one table."""
 
 import inspect
-from typing import get_type_hints
+import re
 
 import click
 import pytest
 
 from autopipe import Pipeline
-from autopipe.cli.main import autopipe
-from autopipe.commands import options as table
+from autopipe.cli.main import COMMANDS, autopipe
+from autopipe.cli.options import Command, TableOption
+from autopipe.commands.values import KINDS
+from autopipe.options import commands as table
+from autopipe.options.table import OPTIONS
 
-# only on the command line: output, arguments of a method, and options that do not concern one model
 OUTPUT = {"json", "verbose", "quiet", "debug", "help"}
-COMMANDS = {
+# a method, its options, and what is on the command line only
+METHODS = {
     "profile": (table.ProfileOptions, Pipeline.profile, {"links", "target"}),
     "plan": (table.PlanOptions, Pipeline.plan, {"target", "sweep_gpus"}),
     "generate": (None, Pipeline.generate, {"work_dir"}),
@@ -26,16 +29,20 @@ COMMANDS = {
 OF_PYTHON = {"self", "options", "on_progress", "on_event", "stop", "devices"}
 
 
-def options_of(command: str) -> set[str]:
+def command_of(name: str) -> click.Command:
     context = autopipe.make_context("autopipe", [], resilient_parsing=True)
-    return {param.name for param in autopipe.get_command(context, command).params if param.name} - OUTPUT
+    return autopipe.get_command(context, name)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def options_of(command: str) -> set[str]:
+    return {param.name for param in command_of(command).params if param.name} - OUTPUT
+
+
+@pytest.mark.parametrize("command", METHODS)
 def test_a_method_takes_the_options_of_its_command(command):
-    kind, method, left_out = COMMANDS[command]
+    kind, method, left_out = METHODS[command]
     keywords = set(inspect.signature(method).parameters) - OF_PYTHON
-    names = set() if kind is None else set(kind.__annotations__)
+    names = set() if kind is None else set(table.options_of(kind))
     assert not names & keywords
     run = {"run"} if command == "plain" else set()  # the command takes it in place of TARGET
     assert (names | keywords) - run == options_of(command) - left_out
@@ -43,29 +50,36 @@ def test_a_method_takes_the_options_of_its_command(command):
 
 def test_the_constructor_takes_the_options_that_commands_share():
     shared = options_of("train") & options_of("check") & options_of("plain")
-    assert set(table.PipelineOptions.__annotations__) == shared - {"target", "steps", "clip_grad_norm"}
+    assert set(table.options_of(table.PipelineOptions)) == shared - {"target", "steps", "clip_grad_norm"}
 
 
-@pytest.mark.parametrize("name", sorted(table.CHOICES))
-def test_choices_are_those_of_the_command_line(name):
-    context = autopipe.make_context("autopipe", [], resilient_parsing=True)
-    command = autopipe.get_command(context, "export" if name == "format" else "train")
-    (option,) = [param for param in command.params if param.name == name]
-    assert tuple(option.type.known()) == table.CHOICES[name]
+def test_every_option_has_a_kind_and_belongs_to_a_command():
+    kinds = [kind for kind in vars(table).values() if hasattr(kind, "__optional_keys__")]
+    options = [(name, option) for kind in kinds for name, option in table.options_of(kind).items()]
+    assert {name for name, option in options if option.kind not in KINDS} == set()
+    assert {name for name, _ in options} == set(OPTIONS)
 
 
-@pytest.mark.parametrize("name", sorted(table.LEAST))
-def test_least_numbers_are_those_of_the_command_line(name):
-    context = autopipe.make_context("autopipe", [], resilient_parsing=True)
-    command = autopipe.get_command(context, "export" if name == "step" else "train")
-    (option,) = [param for param in command.params if param.name == name]
-    assert isinstance(option.type, click.IntRange)
-    assert option.type.min == table.LEAST[name]
+def listed(text: str) -> set[str]:
+    """Return the options that a help lists, without those that every command has."""
+    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)(?= |$)", text, re.M)
+    return set(flags) - {f"--{name}" for name in (*OUTPUT, "help-all")}
 
 
-def test_switches_are_the_options_that_are_true_or_false():
-    kinds = (table.TrainOptions, table.CheckOptions, table.ExportOptions, table.EvaluateOptions, table.SimulateOptions)
-    hosts = {"Host": str}  # imported for type checkers only
-    types = {name: kind for options in kinds for name, kind in get_type_hints(options, localns=hosts).items()}
-    assert {name for name, kind in types.items() if kind == bool | None} == table.SWITCHES
-    assert {name for name, kind in types.items() if kind == float | None} == table.NUMBERS
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_common_options_and_the_complete_help_shows_all(run, name):
+    command = command_of(name)
+    assert isinstance(command, Command)
+    entries = {param.opts[-1]: param.entry for param in command.params if isinstance(param, TableOption)}
+    entries = {flag: entry for flag, entry in entries.items() if flag.removeprefix("--") not in OUTPUT}
+    short = run(name, "--help").stdout
+    if command.is_short():
+        assert listed(short) == set(entries)
+        assert "--help-all" not in short
+        return
+    assert listed(short) == {flag for flag, entry in entries.items() if entry.common}
+    assert 5 <= len(listed(short)) <= 10
+    assert f"see autopipe {name} --help-all: " in " ".join(short.split())
+    full = run(name, "--help-all").stdout
+    assert listed(full) == set(entries)
+    assert {entry.group for entry in entries.values()} <= {line.rstrip(":") for line in full.splitlines()}

@@ -255,7 +255,7 @@ def test_a_sweep_widens_the_outermost_level_of_a_cluster_file(run):
 
 
 def test_a_sweep_refuses_contradicting_options(run):
-    assert "--sweep-gpus excludes --gpus" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
+    assert "--sweep-gpus and --gpus exclude each other" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
 
 
 @pytest.mark.parametrize(

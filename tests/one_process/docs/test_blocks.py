@@ -13,7 +13,7 @@ from support.documentation.pages import KEYS, PAGES, REASONS, ROOT, Block, block
 import autopipe
 from autopipe.cli.main import autopipe as program
 from autopipe.cli.script import ScriptFile
-from autopipe.commands import options
+from autopipe.options import commands as options
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHELL = [block for block in BLOCKS if block.language == "sh"]

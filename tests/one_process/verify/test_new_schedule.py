@@ -10,8 +10,10 @@ import pytest
 from support.planning_cases import profile_of, random_graph
 from support.schedule_cases import Case, hold
 
+from autopipe.commands.values import choices
 from autopipe.errors import PlanError
 from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
+from autopipe.options.table import OPTIONS
 from autopipe.planning import PlanOptions, make_plan, uniform_cluster
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
@@ -19,7 +21,6 @@ from autopipe.planning.space import Space
 from autopipe.schedules import ScheduleKind, make, register, registry, validate
 from autopipe.schedules.kind import check_one_stage_a_rank, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
-from cli.types import SCHEDULE
 
 
 def pairs(spec: ScheduleSpec) -> Schedule:
@@ -72,7 +73,7 @@ def test_a_new_schedule_is_planned_and_simulated() -> None:
 
 
 def test_the_command_line_and_auto_know_a_new_schedule() -> None:
-    assert "pairs" in SCHEDULE.known()
+    assert "pairs" in choices(OPTIONS["schedule"])
     space = Space.of(PlanRequest(), 2, 16)
     assert "pairs" in {options.schedule for options in space.unreplicated}
     assert "pairs" not in {options.schedule for options in space.replicated}

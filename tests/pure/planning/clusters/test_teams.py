@@ -14,11 +14,11 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device
 from autopipe.ir.tensor import TensorSpec
+from autopipe.options.commands import ProfileOptions
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.teams import of_teams, on_cluster
 
 HOST, NETWORK = Level("host", 4, 100e9, 1e-6, 80e9), Level("network", 2, 10e9, 1e-5, 4e9)
-OPTIONS = frozenset({"tensor_parallel"})
 
 
 def test_a_team_is_neighbours_of_the_innermost_level():
@@ -84,10 +84,10 @@ def test_another_team_is_named_as_a_change_of_the_request():
 
 @pytest.mark.parametrize(("value", "team"), [("auto", AUTO_TEAM), (4, 4), (None, None)])
 def test_the_option_is_a_number_or_auto(value, team):
-    assert model_settings("net.py", parsed({"tensor_parallel": value}, OPTIONS)).team == team
+    assert model_settings("net.py", parsed({"tensor_parallel": value}, ProfileOptions)).team == team
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "two", True])
 def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match="tensor_parallel must be 'auto' or a whole number of at least 1"):
-        parsed({"tensor_parallel": value}, OPTIONS)
+        parsed({"tensor_parallel": value}, ProfileOptions)
