@@ -112,7 +112,7 @@ class Pipeline:
 
         given = self._merged(options, table.ProfileOptions) | {"estimate": estimate}
         settings = settings_of.profile_settings(self.target, given)
-        return steps.profile(settings, on_progress)
+        return steps.profile(settings, on_progress, given.get("batch_size"))
 
     @_command
     def plan(

@@ -51,13 +51,18 @@ from autopipe.workload import Workload
 from autopipe.workload.cutting.hook import Minibatch
 
 
-def profile(settings: ProfileSettings, progress: Progress | None = None) -> ProfileResult:
-    """Capture and measure the model, and write profile.json."""
+def profile(
+    settings: ProfileSettings, progress: Progress | None = None, batch_size: int | None = None
+) -> ProfileResult:
+    """Capture and measure the model, and write profile.json. ``batch_size``: of a minibatch; None: the data's own."""
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
         if settings.model.team == AUTO_TEAM:  # a plan chooses it
             settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, team=1))
-        measured, _ = counted_if_too_large(lambda how: measure_anew(how, work, minibatch=Minibatch()), settings, work)
+        sizes, minibatch = Sizes(batch_size=batch_size), Minibatch(batch_size=batch_size)
+        measured, _ = counted_if_too_large(
+            lambda how: measure_anew(how, work, sizes, minibatch=minibatch), settings, work
+        )
         profile = measured.profile
         work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {measured.method}")
         warnings = (*measured.warnings, *filter(None, [profile.coupling.text()]))

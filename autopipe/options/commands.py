@@ -35,6 +35,7 @@ class ModelOptions(TypedDict, total=False):
 class ProfileOptions(ModelOptions, total=False):
     """Options of the model and its measurement."""
 
+    batch_size: int | None
     device: str | None
     microbatch_sizes: Sequence[int] | None
     threads_per_rank: int | None
@@ -66,7 +67,6 @@ class PlanOptions(ProfileOptions, OrderOptions, total=False):
     """Options of model, measurement and plan."""
 
     gpus: int | None
-    batch_size: int | None
     schedule: str | None
     cluster: StrPath | None
     gpu_memory: str | int | None

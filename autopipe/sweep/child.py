@@ -40,9 +40,8 @@ from autopipe.sweep.devices import as_visible
 # seconds between two messages about steps: the supervisor shows them, and the run has them all in its metrics
 _STEP_SECONDS = 0.1
 _SENT = ("progress", "note", "start", "step", "checkpoint", "evaluation", "stopping", "restart", "nonfinite")
-_OF_THE_PLAN = frozenset(
-    (options_of(PlanOptions).keys() - options_of(ProfileOptions).keys()) | {"tensor_parallel", "sequence_parallel"}
-) - {"ema"}
+_OF_THE_PLAN = options_of(PlanOptions).keys() - options_of(ProfileOptions).keys() - {"ema"}
+_OF_THE_PLAN |= {"batch_size", "tensor_parallel", "sequence_parallel"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

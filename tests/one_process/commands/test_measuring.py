@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.commands import measuring
+from autopipe.commands import measuring, steps
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 
@@ -54,3 +54,13 @@ def test_a_warning_about_batch_statistics_is_repeated_with_a_reused_profile(tmp_
         captured = measuring.ensure_profile(settings, work)[0].capture
         assert any(note.endswith("reused") for note in work.notes) != first
         assert [note for note in captured.notes if note.startswith("batch statistics (module 1) are taken over")]
+
+
+def test_a_large_minibatch_is_measured_in_larger_microbatches(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(NORMALISED.replace("nn.BatchNorm1d(4)", "nn.ReLU()"))
+    settings = ProfileSettings(ModelSettings(str(tmp_path / "plain.py")), tmp_path, estimate=True)
+    sizes = [
+        [measurement.microbatch_size for measurement in steps.profile(settings, batch_size=size).profile.measurements]
+        for size in (None, 128)
+    ]
+    assert sizes[1] == [*sizes[0], 32]
