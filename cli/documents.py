@@ -1,30 +1,42 @@
-"""The documents of ``--json``. Their keys are stable: keys may be added, but never renamed."""
+"""The documents of ``--json``. Their keys are stable: keys may be added, but never renamed.
+
+A result is its own document: ``plain`` makes a key of each field, under the ``key`` of its metadata if it has one. The
+functions below summarize results that contain a plan or a profile, which are in files.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopipe.units import finite
+
 if TYPE_CHECKING:
-    from autopipe.commands.doctor import Examination
     from autopipe.ir.cluster import Links
     from autopipe.ir.plan import Plan
-    from autopipe.launch.remote.finding import Finding
     from autopipe.planning import Comparison, Contender, Explanation
-    from autopipe.report.results import (
-        CheckReport,
-        GenerateResult,
-        PlanResult,
-        ProfileResult,
-        Scaling,
-        SimulateResult,
-        TrainResult,
-    )
+    from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, Scaling, SimulateResult
 
 
-def fields_of(result: Any) -> dict[str, Any]:
-    """Return the fields of a result whose document has the same keys."""
-    return dataclasses.asdict(result)
+def plain(value: Any) -> Any:
+    """Return a value that JSON can represent: paths as texts, NaN and infinities as None, dataclasses by field."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.metadata.get("key", field.name): plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return finite(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _picked(value: Any, names: str) -> dict[str, Any]:
+    """Return attributes of a value, by name."""
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def profile(result: ProfileResult) -> dict[str, Any]:
@@ -39,7 +51,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
         "path": result.path,
         "model": profile.graph.name,
         "graph_digest": profile.graph.digest,
-        "device": dataclasses.asdict(profile.device),
+        "device": profile.device,
         "nodes": len(profile.graph.nodes),
         "parameters": sum(spec.num_bytes({}) for spec in profile.graph.parameters.values()),
         "measurements": [
@@ -71,38 +83,22 @@ def profile(result: ProfileResult) -> dict[str, Any]:
     }
 
 
+_STAGE = "index ranks replicas first last modules seconds flops peak_bytes parameters recompute"
+
+
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the keys of a plan."""
     return {
-        "stages": [
-            {
-                "index": stage.index,
-                "ranks": stage.ranks,
-                "replicas": stage.replicas,
-                "first": stage.first,
-                "last": stage.last,
-                "modules": stage.modules,
-                "seconds": stage.seconds,
-                "flops": stage.flops,
-                "peak_bytes": stage.peak_bytes,
-                "parameters": stage.parameters,
-                "recompute": stage.recompute,
-            }
-            for stage in plan.stages
-        ],
+        "stages": [_picked(stage, _STAGE) for stage in plan.stages],
         "boundaries": [
-            {"value": b.value, "producer": b.producer, "consumers": b.consumers, "spec": str(b.spec), "bytes": b.bytes}
-            for b in plan.boundaries
+            _picked(boundary, "value producer consumers") | {"spec": str(boundary.spec), "bytes": boundary.bytes}
+            for boundary in plan.boundaries
         ],
-        "ties": [dataclasses.asdict(tie) for tie in plan.ties],
+        "ties": plan.ties,
         "ranks": plan.num_ranks,
-        "team": plan.team,
-        "schedule": plan.schedule,
-        "batch_size": plan.batch_size,
-        "num_microbatches": plan.num_microbatches,
-        "microbatch_size": plan.microbatch_size,
+        **_picked(plan, "team schedule batch_size num_microbatches microbatch_size"),
         "recompute": [stage.recompute for stage in plan.stages],
-        "predicted": dataclasses.asdict(plan.predicted),
+        "predicted": plan.predicted,
         "graph_digest": plan.graph_digest,
         "plan_digest": plan.digest,
     }
@@ -112,7 +108,7 @@ def plan(result: PlanResult) -> dict[str, Any]:
     """Return the plan, and how long the search took."""
     return plan_fields(result.plan) | {
         "planning_seconds": result.planning_seconds,
-        "cluster": dataclasses.asdict(result.cluster),
+        "cluster": result.cluster,
         "estimate": result.cluster.source if result.cluster.devices[0].datasheet else None,
         "path": result.path or None,
         "notes": result.notes,
@@ -125,7 +121,7 @@ def plan(result: PlanResult) -> dict[str, Any]:
 
 def links(links: Links | None) -> dict[str, Any]:
     """Return the measured links between two ranks; {} without a measurement."""
-    return {} if links is None else {"links": dataclasses.asdict(links)}
+    return {} if links is None else {"links": links}
 
 
 def scaling(result: Scaling) -> dict[str, Any]:
@@ -158,11 +154,8 @@ def comparison(comparison: Comparison | None) -> dict[str, Any] | None:
 
 
 def _contender(contender: Contender) -> dict[str, Any]:
-    return {
-        "name": contender.name,
-        "plan": None if contender.plan is None else _figures(contender.plan),
-        "reason": contender.reason,
-    }
+    plan = None if contender.plan is None else _figures(contender.plan)
+    return {"name": contender.name, "plan": plan, "reason": contender.reason}
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -172,10 +165,9 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "stages": len(plan.stages),
         "replicas": [stage.replicas for stage in plan.stages],
         "ranks": plan.num_ranks,
-        "schedule": plan.schedule,
-        "num_microbatches": plan.num_microbatches,
+        **_picked(plan, "schedule num_microbatches"),
         "peak_bytes": most_bytes(plan.stages),
-        "predicted": dataclasses.asdict(plan.predicted),
+        "predicted": plan.predicted,
     }
 
 
@@ -184,10 +176,8 @@ def _reasons(explanation: Explanation | None) -> dict[str, Any] | None:
         return None
     runner_up = explanation.runner_up
     return {
-        "cuts": [dataclasses.asdict(cut) for cut in explanation.cuts],
-        "limit": explanation.limit,
-        "bound_seconds": explanation.bound_seconds,
-        "gap": explanation.gap,
+        "cuts": explanation.cuts,
+        **_picked(explanation, "limit bound_seconds gap"),
         "runner_up": None
         if runner_up is None
         else {
@@ -211,8 +201,7 @@ def simulate(result: SimulateResult) -> dict[str, Any]:
     timeline = result.timeline
     return plan_fields(result.plan) | {
         "timeline_of": "the first minibatch alone" if result.overlaps else "a step",
-        "seconds": timeline.seconds,
-        "bubble_fraction": timeline.bubble_fraction,
+        **_picked(timeline, "seconds bubble_fraction"),
         "busy_seconds": [timeline.busy_seconds(rank) for rank in range(timeline.num_ranks)],
         "peak_bytes": timeline.peak_bytes,
         "memory_bytes": [result.cluster.memory_of(rank) or None for rank in range(timeline.num_ranks)],
@@ -223,24 +212,3 @@ def simulate(result: SimulateResult) -> dict[str, Any]:
         "notes": result.notes,
         "warnings": [result.memory_shortfall] if result.memory_shortfall else [],
     }
-
-
-def check(report: CheckReport) -> dict[str, Any]:
-    """Return the report, with the error of every parameter."""
-    return fields_of(report)
-
-
-def train(result: TrainResult) -> dict[str, Any]:
-    """Return the result of the run."""
-    return fields_of(result)
-
-
-def doctor(result: Examination) -> dict[str, Any]:
-    """Return all findings."""
-    return {"healthy": result.healthy, "findings": [_finding(finding) for finding in result.findings]}
-
-
-def _finding(finding: Finding) -> dict[str, str]:
-    """Return a finding under the keys of the document."""
-    record = dataclasses.asdict(finding)
-    return {"found" if name == "detail" else name: value for name, value in record.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from autopipe.errors import AutopipeError, RunError
 
 from . import documents
-from .terminal import SCHEMA_VERSION, plain
+from .terminal import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from autopipe.commands.settings import Events
@@ -37,7 +37,7 @@ class EventLines:
             fields = documents.plan_fields(fields["plan"])
         line = {"schema_version": SCHEMA_VERSION, "time": time.time(), "event": kind, **fields}
         try:
-            self._file.write(json.dumps(plain(line)) + "\n")
+            self._file.write(json.dumps(documents.plain(line)) + "\n")
             self._file.flush()
         except OSError as error:
             raise RunError(

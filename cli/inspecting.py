@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ def runs_command(terminal: Terminal, work_dir: Path) -> None:
     from autopipe.report import run_tables
 
     rows = overview(work_dir)
-    terminal.document("runs", {"work_dir": work_dir, "runs": [documents.fields_of(row) for row in rows]})
+    terminal.document("runs", {"work_dir": work_dir, "runs": rows})
     if not rows:
         terminal.say(without_runs(work_dir))
         terminal.next("autopipe train model.py --gpus 2", work_dir=work_dir)
@@ -73,8 +72,8 @@ def show_command(terminal: Terminal, run: Path | None, verify: bool, work_dir: P
 
 def _document(shown: RunDetails) -> dict[str, Any]:
     """Return the document: the keys of the run's row, and the details; losses and evaluations as lists."""
-    fields = documents.fields_of(shown)
-    fields |= {
+    fields = {
+        **documents.plain(shown),
         "losses": [{"step": step, "loss": loss} for step, loss in shown.losses.items()],
         "evaluations": [{"step": step, "loss": loss} for step, loss in shown.evaluations.items()],
     }
@@ -100,7 +99,7 @@ def report_command(terminal: Terminal, run: str | None, output: Path, work_dir: 
     subject = f"of {result.run_dir}, {result.steps} steps" if result.run_dir else "of the plan"
     terminal.table(f"{result.path}: {in_bytes(result.bytes)}, {subject}")
     terminal.notes(tuple(f"without {_PARTS[part]}: {why}" for part, why in result.missing.items()))
-    terminal.document("report", dataclasses.asdict(result))
+    terminal.document("report", result)
 
 
 @click.command("doctor", cls=options.Command)
@@ -120,5 +119,5 @@ def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any
         result = doctor.examine_hosts(where, progress) if where.hosts else doctor.examine(work_dir, progress)
         measured = measure_links(work_dir, None, progress, where) if links else None
     terminal.table(tables.findings(result), *plans.links(measured))
-    terminal.document("doctor", documents.doctor(result) | documents.links(measured))
+    terminal.document("doctor", {"healthy": result.healthy, "findings": result.findings} | documents.links(measured))
     return 0 if result.healthy else 1

@@ -23,7 +23,7 @@ from autopipe.options.commands import (
 from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
 
-from . import documents, failures, launching, options, submitting
+from . import failures, launching, options, submitting
 from .terminal import Terminal
 
 LOADING = {
@@ -60,7 +60,7 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         report = Pipeline(target).check(**given_of(CheckOptions, given), on_progress=progress)
     terminal.notes(report.notes, report.warnings)
     terminal.table(*tables.check(report))
-    terminal.document("check", documents.check(report))
+    terminal.document("check", report)
     if report.equal:
         terminal.next("autopipe train")
     return 0 if report.equal else 1
@@ -114,7 +114,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     with together.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
         result = runs.train(placed(led), events, rendezvous)
     terminal.table(*training.tables_of(result))
-    terminal.document("train", documents.train(result))
+    terminal.document("train", result)
     if result.stopped:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
         terminal.next("the same command with --resume")
@@ -145,7 +145,7 @@ def eval_command(terminal: Terminal, run: Path | None, **given: Any) -> None:
     launching.fork_early(terminal)
     result = Pipeline().evaluate(run, **given_of(EvaluateOptions, given))
     terminal.table(tables.evaluation(result))
-    terminal.document("eval", documents.fields_of(result))
+    terminal.document("eval", result)
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
 
 
@@ -166,7 +166,7 @@ def export_command(terminal: Terminal, run: Path | None, output: Path, **given: 
     _refuse_without_target(given)
     result = Pipeline().export(output, run, **given_of(ExportOptions, given))
     terminal.table(tables.exported(result))
-    terminal.document("export", documents.fields_of(result))
+    terminal.document("export", result)
     from autopipe.commands.exporting import CONFIG  # it imports torch
 
     has_config = (Path(result.path) / CONFIG).is_file()  # transformers can load it as it is
@@ -189,7 +189,7 @@ def plain_command(terminal: Terminal, target: str | None, output: Path, **given:
         result = pipe.plain(output, run, **given_of(PlainOptions, given), on_progress=progress)
     terminal.notes(result.notes)
     terminal.table(f"{result.path}: {result.lines} lines, {result.steps} steps")
-    terminal.document("plain", documents.fields_of(result))
+    terminal.document("plain", result)
     loop = f"python {shlex.quote(str(result.path))}"
     if run is None:
         terminal.next(loop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str
         become(terminal, submission.srun(settings, words))
     job = submission.submit(settings, words, options)
     terminal.table(f"job {job.job} is in the queue", f"script: {job.script}", f"output: {job.output}")
-    terminal.document("train", {"submitted": dataclasses.asdict(job)})
+    terminal.document("train", {"submitted": job})
     terminal.next(f"squeue --job {job.job}")
     return 0
 

@@ -12,7 +12,7 @@ import click
 
 from autopipe.options.commands import SweepCommand
 
-from . import documents, failures, launching, options
+from . import failures, launching, options
 from .live import SENTENCES, shown
 from .terminal import Terminal
 
@@ -60,13 +60,13 @@ def sweep_command(
         with shown(terminal, Lines, Table) as events:
             planned = timetable(file, **how, on_event=events)
         terminal.table(*sweeps.timetable_tables(planned))
-        terminal.document("sweep", documents.fields_of(planned))
+        terminal.document("sweep", planned)
         terminal.next(f"autopipe sweep {again}{' --resume' if resume else ''}")
         return 0
     with shown(terminal, Lines, Table) as events:
         result = sweep(file, **how, on_event=events)
     terminal.table(*sweeps.result_tables(result))
-    terminal.document("sweep", documents.fields_of(result))
+    terminal.document("sweep", result)
     if result.stopped:
         terminal.say("stopped cleanly; every job that has begun has a checkpoint")
         terminal.next(f"autopipe sweep {again} --resume")

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,8 +19,8 @@ import click
 
 from autopipe.commands.settings import WORK_DIRECTORY
 from autopipe.errors import RunError
-from autopipe.units import finite
 
+from .documents import plain
 from .streams import ReservedOutput
 
 if TYPE_CHECKING:
@@ -133,12 +133,12 @@ class Terminal:
                     else:
                         console.print(renderable)
 
-    def document(self, command: str, fields: Mapping[str, Any]) -> None:
-        """Print the JSON document if ``--json`` is given."""
+    def document(self, command: str, result: Any) -> None:
+        """Print the JSON document if ``--json`` is given. ``result``: a dataclass, or the keys with their values."""
         if self.json:
-            document = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
+            document = {"schema_version": SCHEMA_VERSION, "command": command, **plain(result)}
             with _standard_output(self.output):
-                click.echo(json.dumps(plain(document), indent=1), self.output)
+                click.echo(json.dumps(document, indent=1), self.output)
 
     def say(self, text: str) -> None:
         """Print a line on stderr, unless quiet."""
@@ -226,14 +226,3 @@ class _Format(logging.Formatter):
         """Return the line."""
         place = record.levelname.lower() if record.levelno >= logging.WARNING else record.name
         return wrapped(f"{place}: {record.getMessage()}", sys.stderr)
-
-
-def plain(value: Any) -> Any:
-    """Return a value that JSON can represent: paths as texts, NaN and infinities as None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return finite(value)
-    return str(value) if isinstance(value, Path) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +11,6 @@ class Finding:
 
     name: str
     state: str  # ok, note (nothing has to be done), or problem
-    detail: str
+    detail: str = field(metadata={"key": "found"})  # under this key in the document of ``doctor``
     fix: str = ""  # for a problem
     host: str = ""  # "": this machine
