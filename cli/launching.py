@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,50 +11,7 @@ import click
 from autopipe.commands.options import launch_settings
 from autopipe.launch.request import HostCommand, LaunchSettings
 
-from .libraries import native_libraries
 from .terminal import Terminal
-
-
-def fork_early(terminal: Terminal, *, for_gpus: bool = False, also: str = "") -> None:
-    """Fork the server of ranks, data readers and measurements, if this process has not run anything yet.
-
-    ``for_gpus``: the command starts processes only if it uses a GPU. ``also``: a further module for its processes.
-    """
-    if not terminal.owns_process:
-        return
-    from autopipe.launch.rank.deferred import defer
-
-    defer()
-    with uncollected():
-        import cmath  # noqa: F401  # the native modules of sympy would wait for torch's
-        import unicodedata  # noqa: F401
-
-        with native_libraries():
-            import sympy  # noqa: F401  # pure Python, which captures need
-
-        import torch
-
-        from autopipe.launch.rank.dtensors import defer_dtensors
-        from autopipe.launch.rank.early_server import fork_early as fork
-
-        defer_dtensors()
-        if also:
-            importlib.import_module(also)
-        if torch.version.cuda is not None or not for_gpus:
-            fork()
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Import without garbage collection, which looks at all objects several times, and takes a fifth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.freeze()
-            gc.enable()
 
 
 def _typed(name: str) -> bool:

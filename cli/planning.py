@@ -19,7 +19,7 @@ from autopipe.options.commands import (
 from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
 
-from . import documents, launching, options
+from . import documents, options
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
         for name, value in (("--links", links or None), ("--device", given["device"])):
             if value is not None:
                 raise click.UsageError(f"{name} and --estimate exclude each other, because --estimate times nothing")
-    launching.fork_early(terminal, for_gpus=True)
     with terminal.progress() as progress:
         result = pipe.profile(estimate=estimate, on_progress=progress)
         kind = result.profile.device.kind
@@ -94,7 +93,6 @@ def plan_command(
     if sweep_gpus is not None:
         _sweep(terminal, settings, sweep_gpus)
         return
-    launching.fork_early(terminal, for_gpus=True)
     with terminal.progress() as progress:
         result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
     _show(terminal, result)

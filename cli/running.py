@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from autopipe.commands.options import train_settings
+from autopipe.launch.rank.forked import preload
 from autopipe.launch.registry import LAUNCHERS
 from autopipe.options.commands import (
     CheckOptions,
@@ -55,7 +56,6 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """
     from autopipe.report import tables
 
-    launching.fork_early(terminal)
     with terminal.progress() as progress:
         report = Pipeline(target).check(**given_of(CheckOptions, given), on_progress=progress)
     terminal.notes(report.notes, report.warnings)
@@ -93,9 +93,10 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     settings = train_settings(target, given_of(TrainCommand, given), launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
-    with launching.uncollected():
-        from autopipe.commands.training import together
-        from autopipe.commands.training.placement import placed, rehearse
+    if settings.launch.name != "ssh" and not settings.launch.dry_run:
+        preload()  # before torch is imported here
+    from autopipe.commands.training import together
+    from autopipe.commands.training.placement import placed, rehearse
 
     settings = together.with_identity(settings, os.environ)
     if settings.launch.dry_run:
@@ -104,12 +105,10 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     if together.is_follower(settings):
         terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
-    launching.fork_early(terminal)
-    with launching.uncollected():
-        from autopipe.commands.training import runs
-        from autopipe.report import training
+    from autopipe.commands.training import runs
+    from autopipe.report import training
 
-        from .live import watching
+    from .live import watching
 
     with together.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
         result = runs.train(placed(led), events, rendezvous)
@@ -142,7 +141,6 @@ def eval_command(terminal: Terminal, run: Path | None, **given: Any) -> None:
     from autopipe.report import tables
 
     _refuse_without_target(given)
-    launching.fork_early(terminal)
     result = Pipeline().evaluate(run, **given_of(EvaluateOptions, given))
     terminal.table(tables.evaluation(result))
     terminal.document("eval", result)

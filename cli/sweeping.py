@@ -12,7 +12,7 @@ import click
 
 from autopipe.options.commands import SweepCommand
 
-from . import failures, launching, options
+from . import failures, options
 from .live import SENTENCES, shown
 from .terminal import Terminal
 
@@ -50,7 +50,6 @@ def sweep_command(
             parse("auto" if text is None else text)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint=option) from None
-    launching.fork_early(terminal, also="autopipe.sweep.child")
     from autopipe.report import sweeps
 
     given = {"--devices": devices, "--jobs-per-device": jobs_per_device, "--sweep-dir": sweep_dir}

@@ -101,7 +101,6 @@ class Ranks:
         package = str(Path(__file__).resolve().parents[2])
         code = (
             f"import sys; sys.path.insert(0, {package!r}); "
-            "from autopipe.launch.rank.deferred import defer; defer(); "
             "from autopipe.script.rank.serve import main; main(sys.argv[1:])"
         )
         process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """What the processes of a sweep do: prepare the jobs of one structure, or train a job for one lease.
 
-Each process is forked from the server of the ranks, which has imported torch, and forks a server of its own for its
-ranks. So the start of a lease imports nothing. Tasks are JSON values.
+Each process is forked from the server of the sweep, which has imported torch, and starts a fork server of its own for
+its ranks. Tasks are JSON values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from autopipe.commands.training import runs
 from autopipe.commands.training.resuming import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError, RunError
 from autopipe.ir import decoding
-from autopipe.launch.rank.early_server import fork_early
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.options.commands import PlanOptions, ProfileOptions, TrainOptions, options_of
 from autopipe.planning.spilled.explain import COMPUTE, TO_DEVICE, TO_HOST, bounds_of
@@ -264,11 +263,10 @@ def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False
 
 
 def _begin(devices: tuple[int, ...], log: Path) -> None:
-    """Prepare this process: the server of its ranks, its GPUs, and the file for its output."""
+    """Prepare this process: its GPUs, and the file for its output."""
     if devices:
         os.environ[VISIBLE] = as_visible(devices, os.environ.get(VISIBLE, ""))
     redirect_output(log)
-    fork_early()
 
 
 def _sender(link: Link) -> Events:

@@ -95,7 +95,7 @@ def wait_for(processes: Sequence[SweepProcess], seconds: float) -> None:
 
 
 def start_server() -> None:
-    """Start the server that the processes are forked from, unless it runs: the command may have forked it."""
+    """Start the server that the processes are forked from, unless it runs."""
     with _without_main():
         preload((IN_SERVER,))
 

@@ -4,14 +4,18 @@ Without that, a server whose parent was killed would first spend a second on tor
 compute on meanwhile.
 """
 
+import gc
+
 from autopipe.launch.rank.parent_death import die_with_parent
 
-die_with_parent()
+die_with_parent()  # before the imports, which take seconds
+gc.disable()  # a fifth of their time
 
-from autopipe.launch.rank.deferred import defer  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  # each optimizer imports it in its first step
 
-defer()  # in the ranks
+from autopipe.launch.rank import worker  # noqa: E402
 
-from autopipe.launch.rank import worker  # noqa: E402  # after die_with_parent: the import takes seconds
+gc.freeze()  # what is imported stays: no rank copies its pages to find garbage
+gc.enable()
 
 __all__ = ["worker"]

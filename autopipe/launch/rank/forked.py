@@ -175,7 +175,7 @@ def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) 
 
 
 def preload(also: Sequence[str] = ()) -> None:
-    """Start the fork server, which imports torch in the background, unless it runs (see ``early_server``).
+    """Start the fork server, which imports torch in the background, unless it runs.
 
     It ignores the signals that request the end of a run: this process handles them. ``also``: further modules that it
     imports.

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.launch.rank.deferred import defer
 from autopipe.launch.remote import facts, network
 from autopipe.script.places import hello
 from autopipe.script.rank.serve import LOSES, at_sigterm, attend, leave
@@ -66,7 +65,6 @@ def join(end: Any, rank: int, count: int, timeout: float, interface: str) -> NoR
 
     ``timeout``: seconds until a wait for another rank fails; ``interface``: on which other ranks reach this one.
     """
-    defer()
     end.sendall(hello(rank))
     wires: list[Wire] = []
 

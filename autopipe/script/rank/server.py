@@ -18,14 +18,14 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopipe.launch.rank.deferred import defer
-from autopipe.launch.rank.early_server import flush_streams, may_fork
-from autopipe.launch.rank.title import find_arguments, set_title
+import torch
+
 from autopipe.script.rank.serve import main
 
 _NUMBER = struct.Struct("i")
@@ -100,10 +100,11 @@ class RankServer:
         Call it before torch computes anything: beside other threads or a GPU context, nothing is forked. The server is
         not a child of this process: a script may wait for all its children.
         """
-        arguments = find_arguments()
-        if sys.platform != "linux" or arguments is None or not may_fork():
+        if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
-        flush_streams()
+        for stream in (sys.stdout, sys.stderr):  # each forked process would print what is buffered, too
+            with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+                stream.flush()
         try:
             owner = os.pidfd_open(os.getpid())
         except OSError:  # Linux before 5.3
@@ -114,7 +115,7 @@ class RankServer:
             if pid == 0:
                 try:
                     if os.fork() == 0:
-                        _serve(there, owner, arguments)
+                        _serve(there, owner)
                 finally:
                     os._exit(0)
             os.waitpid(pid, 0)
@@ -183,22 +184,21 @@ def _inherited() -> tuple[Any, ...]:
     return limits, priority, mask
 
 
-def _serve(requests: socket.socket, owner: int, arguments: tuple[int, int]) -> None:
+def _serve(requests: socket.socket, owner: int) -> None:
     """Fork the requested ranks, and report how they ended, until the socket is closed, or its owner has ended.
 
     ``owner``: a descriptor of the process of the script.
     """
-    set_title("autopipe.script.rank server", arguments)
     os.setsid()  # Ctrl-C reaches the process of the script only
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the exit codes of ranks are read
-    defer()
-    gc.freeze()  # what is imported stays: no rank copies its pages to find garbage
-    gc.enable()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # a reader of what the script writes must see its end
         os.dup2(nothing, descriptor)
     _close_all_but({requests.fileno(), owner})
     requests.send(_NUMBER.pack(os.getpid()))
+    import torch._dynamo  # noqa: F401  # each optimizer imports it in its first step
+
+    gc.freeze()  # what is imported stays: no rank copies its pages to find garbage
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         selector.register(owner, selectors.EVENT_READ)
@@ -217,7 +217,7 @@ def _serve(requests: socket.socket, owner: int, arguments: tuple[int, int]) -> N
                     return
                 pid = 0
                 with contextlib.suppress(OSError):  # too many processes or files, or too little memory, at the moment
-                    pid = _fork_rank(text, arguments, descriptors)
+                    pid = _fork_rank(text, descriptors)
                     watched = os.pidfd_open(pid)
                     running[watched] = pid, os.dup(descriptors[1])
                     selector.register(watched, selectors.EVENT_READ)
@@ -249,7 +249,7 @@ def _close_all_but(kept: Collection[int]) -> None:
                 os.close(number)
 
 
-def _fork_rank(text: bytes, arguments: tuple[int, int], descriptors: Sequence[int]) -> int:
+def _fork_rank(text: bytes, descriptors: Sequence[int]) -> int:
     """Fork a rank; return its process id.
 
     ``text``: the request. ``descriptors``: of the socket of the rank, of the one for its exit code, and of standard
@@ -266,7 +266,6 @@ def _fork_rank(text: bytes, arguments: tuple[int, int], descriptors: Sequence[in
         _close_all_but({end})
         request = json.loads(text)
         rank, count, _, *others = request["words"]
-        set_title(f"autopipe.script.rank {rank}", arguments)
         os.chdir(request["folder"])
         for name, value in request["environment"].items():
             os.environ.pop(name, None)

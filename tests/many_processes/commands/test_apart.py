@@ -182,11 +182,11 @@ from autopipe.commands.checking import checking
 from autopipe.commands.checking.fitting import Place
 from autopipe.commands.training import runs
 from autopipe.ir.profile import Device
-from autopipe.launch.rank.early_server import fork_early
+from autopipe.launch.rank.forked import preload
 from autopipe.pipeline import Pipeline
 
 allow_cuda()
-# the other processes say that they compute on a GPU, and compute on the CPU
+# the other processes import this file: they say that they compute on a GPU, and compute on the CPU
 measure = importlib.import_module("autopipe.measure.measure")
 measure.describe_device = lambda device, threads: Device("cuda", "none", 16 << 30, threads)
 checking.place_of = lambda *_: Place("cpu", 1)
@@ -198,16 +198,6 @@ def exhausted(*_, **options):
 
 if sys.argv[2] == "without memory":
     checking.compare = exhausted
-fork_early()
-
-# this process has a GPU, and must not use it
-used = []
-torch.cuda.is_available, torch.cuda.device_count, torch.version.cuda = lambda: True, lambda: 1, "13.0"
-for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-    for name in ("_lazy_init", "init", "current_device", "set_device", "mem_get_info", "empty_cache", "synchronize"):
-        if hasattr(module, name):
-            setattr(module, name, lambda *_, name=name: used.append(name))
-torch.cuda.get_device_properties = lambda *_: used.append("get_device_properties")
 
 
 class Started(Exception):
@@ -218,18 +208,35 @@ def started(*_):
     raise Started
 
 
-runs._launch = started
-pipe = Pipeline(sys.argv[1], gpus=2, batch_size=8, num_microbatches=4, replicas="never", schedule="1f1b")
-notes = []
-for _ in range(2):
-    try:
-        pipe.train(steps=1, on_event=lambda kind, fields: notes.append(fields.get("text", "")))
-    except Started:
-        print("ranks would start")
-assert pipe.plan().profile.device.kind == "cuda"
-assert any(sys.argv[3] in note for note in notes), notes
-assert any("separate stage code for evaluation" in note for note in notes), notes
-assert not used and not torch.cuda.is_initialized(), used
+def main():
+    preload()
+
+    # this process has a GPU, and must not use it
+    used = []
+    torch.cuda.is_available, torch.cuda.device_count, torch.version.cuda = lambda: True, lambda: 1, "13.0"
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        names = ("_lazy_init", "init", "current_device", "set_device", "mem_get_info", "empty_cache", "synchronize")
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, name=name: used.append(name))
+    torch.cuda.get_device_properties = lambda *_: used.append("get_device_properties")
+
+    runs._launch = started
+    pipe = Pipeline(sys.argv[1], gpus=2, batch_size=8, num_microbatches=4, replicas="never", schedule="1f1b")
+    notes = []
+    for _ in range(2):
+        try:
+            pipe.train(steps=1, on_event=lambda kind, fields: notes.append(fields.get("text", "")))
+        except Started:
+            print("ranks would start")
+    assert pipe.plan().profile.device.kind == "cuda"
+    assert any(sys.argv[3] in note for note in notes), notes
+    assert any("separate stage code for evaluation" in note for note in notes), notes
+    assert not used and not torch.cuda.is_initialized(), used
+
+
+if __name__ == "__main__":
+    main()
 """
 
 

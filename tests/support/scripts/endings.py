@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -29,14 +28,14 @@ def train():
 
 
 def children():
-    """Return the ranks, which are in the folder of this process."""
+    """Return the ranks: sessions in the folder of this process, whose parent is in it, too."""
     ranks = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            title = " ".join(process.cmdline())
-            if re.search(r"autopipe\.script\.rank \d", title) and process.cwd() == str(Path.cwd()):
-                ranks.append((title, process.pid))
-    return [pid for _, pid in sorted(ranks)]
+        with contextlib.suppress(psutil.Error, ProcessLookupError, AttributeError):  # no parent
+            is_session = os.getsid(process.pid) == process.pid != os.getpid()
+            if is_session and process.cwd() == process.parent().cwd() == str(Path.cwd()):
+                ranks.append(process.pid)
+    return sorted(ranks)
 
 
 def kill_a_starting_rank():
