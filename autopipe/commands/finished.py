@@ -12,11 +12,11 @@ from pathlib import Path
 from autopipe.commands.evaluation import record, refuse_impossible
 from autopipe.commands.inspecting.overview import locate, without_runs
 from autopipe.commands.models import Model
-from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
 from autopipe.commands.store import Store, Work
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
+from autopipe.commands.trusted_code import refuse_untrusted, untrusted_stages
 from autopipe.errors import RunError
 from autopipe.generate import generate
 from autopipe.ir.teams.axis_sets import choose
@@ -55,7 +55,7 @@ def model_of(
 
     ``hooks``: the hooks to load; None for all.
 
-    Raises: RunError if the run names code that the user has not named; ModelFileError as ``Workload``.
+    Raises: RunError if another account can write what the run names; ModelFileError as ``Workload``.
     """
     spec = run.plan().workload
     if hooks is not None:
@@ -67,10 +67,8 @@ def model_of(
         by_flag = command != "plain"  # which takes a run or a model in the same place
         words = f"autopipe {command} {shlex.quote(str(run.path))}" if by_flag else f"autopipe {command}"
         flag = "--target" if by_flag else ""
-        refuse_unnamed(spec, run.path / "plan.json", words, flag=flag, named=set(named.hooks))
-    workload = Workload.from_spec(spec)
-    remember(spec, None if named.is_given else set(named.hooks))
-    return workload
+        refuse_untrusted(spec, run.path / "plan.json", words, flag=flag, named=set(named.hooks))
+    return Workload.from_spec(spec)
 
 
 def evaluate(settings: EvaluateSettings, events: Events | None = None) -> EvaluateResult:
@@ -99,9 +97,9 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
         as_trained = run
         if settings.model != ModelSettings():
             as_trained = _with_own_stages(run, workload, Path(scratch))
-        elif not wrote_stages(run.stages):
+        elif reason := untrusted_stages(run.stages):
             raise RunError(
-                "the stage files of this run were not written by you on this machine, or have changed since",
+                f"the stage files of this run are not run: {reason}",
                 where=str(run.stages),
                 remedy="give the model, and they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autopipe.commands.named import refuse_unnamed, remember
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
+from autopipe.commands.trusted_code import refuse_untrusted
 from autopipe.errors import ModelFileError, RunError, TraceError
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.ir.teams.axis_sets import choose
@@ -264,7 +264,7 @@ def keeps_decisions(work: Work) -> bool:
 def _workload(model: ModelSettings, work: Work) -> Workload:
     """Load the model that the settings name, else the one of the stored profile.
 
-    Raises: RunError if there is neither, or the profile names code that the user has not named.
+    Raises: RunError if there is neither, or another account can write what the profile names.
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.is_given:
@@ -282,9 +282,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             team=team,
             sequence=sequence,
         ).spec()
-        workload = Workload(spec)
-        remember(spec)
-        return workload
+        return Workload(spec)
     path = work.store.profile
     if not path.exists():
         raise RunError(
@@ -307,7 +305,5 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         sequence=sequence,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
-    refuse_unnamed(spec, path, "autopipe plan", named=named)
-    workload = Workload(spec)
-    remember(spec, named)
-    return workload
+    refuse_untrusted(spec, path, "autopipe plan", named=named)
+    return Workload(spec)

@@ -15,7 +15,6 @@ from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
 from autopipe.commands.measuring import ensure_profile, measure_anew
 from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
-from autopipe.commands.named import arguments_of, changed_since_named, remember_stages, wrote_stages
 from autopipe.commands.planning import questions
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.commands.planning.request import request_of
@@ -31,6 +30,7 @@ from autopipe.commands.settings import (
     Progress,
 )
 from autopipe.commands.store import PlanRecord, Store, Work
+from autopipe.commands.trusted_code import arguments_of, changed_since, record_stages, untrusted_stages
 from autopipe.errors import ArtifactError, ModelFileError, ProfileError, TraceError, counted
 from autopipe.generate import generate as generate_stages
 from autopipe.generate import load_constants, load_divisor, load_stage
@@ -90,7 +90,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         if stored is not None and (batch_size := request.batch_size or stored.batch_size):
             profile = stored
             work.notes.append(f"planned from the stored profile of {profile.graph.name}; its file was not read")
-            warnings = tuple(_changes(profile.workload))
+            warnings = tuple(_changes(profile.workload, work.store.profile))
         else:
             minibatch = minibatch_of(settings, previous)
             sizes = sizes_of(settings)
@@ -128,9 +128,9 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         )
 
 
-def _changes(spec: WorkloadSpec) -> Iterator[str]:
+def _changes(spec: WorkloadSpec, profile: Path) -> Iterator[str]:
     """Yield a warning for each file of a profiled workload that has changed since then, if it is on this machine."""
-    for location in changed_since_named(spec):
+    for location in changed_since(spec, profile):
         name = Path(location).name
         yield f"{name} has changed since it was profiled; `autopipe plan {arguments_of(spec)}` measures it again"
 
@@ -183,7 +183,7 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
             work.notes.extend(filter(None, [stored.coupling.text(plan.num_microbatches)]))
         files = generate_stages(captured, plan, work.store.stages)
         evaluation.record(model, plan, settings, work)
-        remember_stages(work.store.stages)
+        record_stages(work.store.stages)
         return GenerateResult(plan, tuple(str(path) for path in files), tuple(work.notes))
 
 
@@ -215,7 +215,7 @@ def prepare(
     else:
         generate_stages(model.capture, plan, work.store.stages)
         note = evaluation.record(model, plan, settings.profile, work)
-        remember_stages(work.store.stages)
+        record_stages(work.store.stages)
         work.notes.append(f"wrote {counted(len(plan.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
@@ -259,12 +259,12 @@ def sizes_of(settings: PlanSettings) -> Sizes:
 
 
 def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:
-    """Return whether all stage files exist, belong to this model and plan, and were written by this account.
+    """Return whether all stage files exist, belong to this model and plan, and are as autopipe wrote them.
 
-    Loading a stage file runs it, so a file that another account wrote or changed is not loaded. ``divisor``: the
+    Loading a stage file runs it, so a file that another account can write is not loaded. ``divisor``: the
     divisor of the model's loss, as text.
     """
-    if not wrote_stages(store.stages):
+    if untrusted_stages(store.stages):
         return False
     try:
         for stage in plan.stages:

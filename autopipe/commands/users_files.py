@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 import autopipe
-from autopipe.commands.named import references
+from autopipe.commands.trusted_code import references
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.target.files import files_of
-from autopipe.workload.target.targets import Target
 
 
 def users_files(spec: WorkloadSpec) -> dict[Path, str]:
@@ -25,7 +24,7 @@ def users_files(spec: WorkloadSpec) -> dict[Path, str]:
 
     Installed packages are left out.
     """
-    files = {path for reference in references(spec) for path in files_of(Target(reference.location, ""))}
+    files = {path for reference in references(spec) for path in files_of(reference.target)}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
     files |= {path.resolve() for path in imported if path.suffix == ".py" and not _is_installed(path)}

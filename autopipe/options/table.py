@@ -117,7 +117,7 @@ OPTIONS: dict[str, Option] = {
         ),
         allow_other_data=Option("Let --resume continue although the data has changed."),
         averaged=Option("Write the averaged weights of `train --ema`.", flags=("--ema",)),
-        target=Option("The model; required if the run was not made by you."),
+        target=Option("The model; required if others can write the run."),
     ),
     **_group(
         "Schedule",

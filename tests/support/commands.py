@@ -16,10 +16,8 @@ from typing import Any, Self
 
 import psutil
 
-from autopipe.commands.named import remember, remember_stages
 from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Profile
 
 from .waiting import short_pause, under_load
 from .warm.programs import AUTOPIPE, run_warm
@@ -229,9 +227,3 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     """Assert that all processes end within three seconds."""
     _, alive = psutil.wait_procs(processes, timeout=under_load(3))
     assert not alive, alive
-
-
-def name_again(work_dir: Path = Path(".autopipe")) -> None:
-    """Record the model file of the profile and the stage files as named by the user."""
-    remember(artifact.load(Profile, work_dir / "profile.json", renew="").workload)
-    remember_stages(work_dir / "stages")

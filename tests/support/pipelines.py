@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.named import remember, remember_stages
+from autopipe.commands.trusted_code import record_stages
 from autopipe.generate import generate
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.plan import Plan
@@ -110,8 +110,7 @@ def build(subject: Captured, plan: Plan, folder: Path | None = None, **job: Any)
     settings = Job(**{"steps": 0, "epochs": 1, "batch_size": plan.batch_size, "save": False, **job})
     run.write(settings, plan, subject.capture.graph)
     generate(subject.capture, plan, run.stages)
-    remember(plan.workload)  # as a command does for its TARGET
-    remember_stages(run.stages)
+    record_stages(run.stages)
     return Pipeline(subject, plan, RunContext.of(plan, subject.capture.graph), run, settings)
 
 

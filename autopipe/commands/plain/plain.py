@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 from autopipe.commands.finished import model_of
 from autopipe.commands.locks import only_one
-from autopipe.commands.named import wrote_stages
 from autopipe.commands.plain.script import DivisorText, PlainLoop, script
 from autopipe.commands.settings import ModelSettings, PlainScriptSettings, Progress
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Store
+from autopipe.commands.trusted_code import untrusted_stages
 from autopipe.errors import RunError, counted
 from autopipe.generate import load_constants
 from autopipe.generate.loader import DIVISOR_CONSTANTS, DIVISOR_FILE
@@ -75,9 +75,9 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
     if not steps:
         raise RunError(f"{directory} has no checkpoint, so its number of steps is not known", remedy="give --steps")
     workload = model_of(run, ModelSettings(), "plain")
-    if not wrote_stages(run.stages):  # divisor.py becomes part of the script
+    if reason := untrusted_stages(run.stages):  # divisor.py becomes part of the script
         raise RunError(
-            "the stage files of this run were not written by you on this machine, or have changed since",
+            f"the stage files of this run are not used: {reason}",
             where=str(run.stages),
             remedy="name the model file instead of the run, with the options of the run",
         )

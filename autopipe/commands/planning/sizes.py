@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.commands.named import arguments_of
+from autopipe.commands.trusted_code import arguments_of
 from autopipe.errors import counted
 from autopipe.ir.profile import COUNTED, Profile
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given
-from support.commands import name_again
 from support.mutations import FUZZING, as_json, damaged, mutated
 
 from autopipe.cli.main import autopipe
@@ -115,7 +114,6 @@ def test_a_truncated_artifact_is_refused_and_not_replaced(
 ) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    name_again()
     path = Path(f".autopipe/{name}.json")
     path.write_bytes(path.read_bytes()[:100])
     before = path.read_bytes()
@@ -147,7 +145,6 @@ def test_the_suggested_command_names_the_work_directory(planned: Path, tmp_path:
 def test_generate_refuses_an_impossible_plan(planned: Path, tmp_path: Path, monkeypatch, change, shown) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    name_again()
     path = Path(".autopipe/plan.json")
     document = json.loads(path.read_text())
     change(document)
