@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # tests start many processes: each would compile every module that it imports
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools browser-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check docs-site check
+.PHONY: help setup demo chaos chaos-sweep test test-all coverage test-gpu gpu-trial fuzz test-hosts hosts-tools browser-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas bench-readers bench-sweep bench-control bench-large bench-spilled bench-megatron docs docs-check docs-site check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +100,9 @@ bench-convergence: $(READY) ## what stale weights cost: 1f1b, 2bw and pipedream 
 
 bench-replicas: $(READY) ## what adding up the gradients of two replicas takes behind the backward
 	$(BIN)/python benchmarks/replicas.py
+
+bench-readers: $(READY) ## wide data parallel on images: rank 0 reads for all, or each rank reads
+	$(BIN)/python benchmarks/readers.py
 
 bench-prediction: $(READY) ## predicted against measured step time, every sample model
 	$(BIN)/python benchmarks/prediction.py
