@@ -70,7 +70,7 @@ def test_a_stop_of_the_caller_leaves_checkpoints(commands: Commands, monkeypatch
     stop = Stop(10)
     stopped = autopipe.sweep("sweep.toml", sweep_dir="sweep", on_event=stop, stop=stop)
     assert sys.modules["__main__"] is main
-    assert stopped.stopped and all(0 < row.step < 60 for row in stopped.jobs)
+    assert stopped.stopped and 0 < max(row.step for row in stopped.jobs) < 60  # a job may not have begun
     with pytest.raises(RunError, match="already contains a sweep"):
         autopipe.sweep("sweep.toml", sweep_dir="sweep")
     result = autopipe.sweep("sweep.toml", sweep_dir="sweep", resume=True)
