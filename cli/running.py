@@ -93,7 +93,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     settings = train_settings(target, given_of(TrainCommand, given), launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
-    if settings.launch.name != "ssh" and not settings.launch.dry_run:
+    if not settings.launch.dry_run:
         preload()  # before torch is imported here
     from autopipe.commands.training import together
     from autopipe.commands.training.placement import placed, rehearse

@@ -15,6 +15,7 @@ import pwd
 import shlex
 import stat
 import sys
+import sysconfig
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,21 @@ def refuse_untrusted(
 
 def _untrusted_code(target: Target) -> str:
     """Return why the code of a TARGET is not the user's, or ""."""
-    if target.location.partition(".")[0] in sys.stdlib_module_names:
-        return f"{target.location} is a module of Python"
     files = files_of(target)
+    if target.location.partition(".")[0] in sys.stdlib_module_names or any(map(_is_of_python, files)):
+        return f"{target.location} is a module of Python"
     if not files:
         return f"{target.location} has no file on this machine"
     named = (Path(target.location).expanduser().absolute(),) if target.is_file else ()  # perhaps a link
     return next(filter(None, map(writable_by_others, (*named, *files))), "")
+
+
+def _is_of_python(path: Path) -> bool:
+    """Return whether a file is of the standard library, whose functions run any program with the right arguments."""
+    place = path.resolve()
+    folders = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+    installed = {"site-packages", "dist-packages"} & set(place.parts)
+    return not installed and any(place.is_relative_to(folder) for folder in folders)
 
 
 def writable_by_others(path: Path) -> str:

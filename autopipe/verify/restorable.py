@@ -19,10 +19,10 @@ import json
 import math
 import random
 import sys
+import time
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,13 @@ from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
-from autopipe.trace.state.snapshots.fingerprints import is_plain_key
-from autopipe.trace.state.snapshots.settings import SETTINGS
-from autopipe.trace.state.snapshots.snapshot import WHOLE, Snapshot
+from autopipe.verify.reached_state import Load, unlike
 from autopipe.workload import Workload
 from autopipe.workload.target.sources import is_installed
 
 FIRST_STEPS, FURTHER_STEPS = 3, 4
+# steps before the state is stored, if they take less time: an average or a restart may first act after many steps
+MOST_STEPS, MOST_SECONDS = 97, 1.0
 _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
 _OF_A_KIND = 12
@@ -53,17 +53,12 @@ _KEEP = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One load of the file."""
-
-    training: Training
-    # of the user's code
-    modules: Sequence[types.ModuleType]
-
-
 class _UntriedError(Exception):
-    """The sample cannot be stepped; the message says why."""
+    """The sample cannot be stepped; the message says why. ``steps``: how many were taken."""
+
+    def __init__(self, why: str, steps: int = 0) -> None:
+        super().__init__(why)
+        self.steps = steps
 
 
 def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
@@ -87,7 +82,14 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
             second = _side(workload, sample)
             if first is None or second is None:
                 return ""
-            _compare(first, second)
+            try:
+                _compare(first, second, MOST_STEPS)
+            except _UntriedError as error:  # such as a schedule that ends
+                possible = error.steps - FURTHER_STEPS
+                first, second = _side(workload, sample), _side(workload, sample)
+                if possible < FIRST_STEPS or first is None or second is None:
+                    raise
+                _compare(first, second, possible)
         except _UntriedError as error:
             return f"warning: whether the optimizer's state can be restored was not tried: {error}"
     of = len(shapes or sample)
@@ -111,7 +113,7 @@ def _shapes(workload: Workload) -> Shapes:
     return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepping.stepped_parameters().items()}
 
 
-def _stepped(side: _Side) -> set[int]:
+def _stepped(side: Load) -> set[int]:
     return {id(parameter) for group in side.training.optimizer.param_groups for parameter in group["params"]}
 
 
@@ -133,7 +135,7 @@ def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
     }
 
 
-def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | None:
+def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> Load | None:
     owned = {name: nn.Parameter(value.clone()) for name, value in sample.items()}
     try:
         again = Workload.from_spec(workload.spec)
@@ -143,13 +145,17 @@ def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | Non
     if optimizer is None:
         return None
     training = Training(owned, optimizer, again.scheduler(optimizer))
-    return _Side(training, _modules(training))
+    return Load(training, _modules(training, [hook.function for hook in again.hooks.values()]))
 
 
-def _compare(first: _Side, second: _Side) -> None:
+def _compare(first: Load, second: Load, most: int) -> None:
     draws = torch.Generator().manual_seed(1)
-    varying = _unlike(first, second)
-    _steps(first, FIRST_STEPS, draws)
+    varying = unlike(first, second)
+    taken = 0
+    deadline = time.monotonic() + MOST_SECONDS
+    while taken < most and (taken < FIRST_STEPS or time.monotonic() < deadline):
+        _step(first, draws, taken)
+        taken += 1
     ours = _described(first.training)
     tree = json.loads(json.dumps(ours.tree))
     tensors = {name: tensor.clone() for name, tensor in ours.tensors.items()}
@@ -165,12 +171,13 @@ def _compare(first: _Side, second: _Side) -> None:
             remedy="create it in the optimizer or scheduler hook, or use only numbers, tensors, lists and dicts",
         ) from None
     _refuse_unequal(ours, _described(second.training))
-    outside = _unlike(first, second) - varying
+    outside = unlike(first, second) - varying
     state = draws.get_state()
-    _steps(first, FURTHER_STEPS, draws)
-    draws.set_state(state)
-    _steps(second, FURTHER_STEPS, draws)
-    _refuse_outside(outside & _unlike(first, second), first.training)
+    for side in (first, second):
+        draws.set_state(state)
+        for number in range(FURTHER_STEPS):
+            _step(side, draws, taken + number)
+    _refuse_outside(outside & unlike(first, second), first.training)
     theirs = second.training.owned
     for name, parameter in first.training.owned.items():
         if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
@@ -217,29 +224,28 @@ def _difference(one: Any, other: Any, path: str) -> str:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _steps(side: _Side, count: int, draws: torch.Generator) -> None:
-    """Step a few times. Raises: RunError if a step draws from a global generator."""
+def _step(side: Load, draws: torch.Generator, number: int) -> None:
+    """Take a step. ``number``: of those before it. Raises: RunError if it draws from a global generator."""
     training = side.training
-    for _ in range(count):
-        for parameter in training.owned.values():
-            parameter.grad = 0.1 * torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
-        before = _generators()
-        try:
-            training.optimizer.step()
-            if training.scheduler is not None:
-                training.scheduler.step()
-        except Exception as error:
-            raise _UntriedError(f"a step on random gradients fails: {type(error).__name__}: {error}") from error
-        for parameter in training.owned.values():
-            parameter.grad = None
-        drawn = [name for name, state in _generators().items() if state != before[name]]
-        if drawn:
-            raise RunError(
-                f"a step of {_class(training.optimizer)} draws from {drawn[0]}, whose state is not in a checkpoint",
-                where=_class(training.optimizer),
-                remedy="draw from a generator that is an attribute of the optimizer, such as self.generator = "
-                "torch.Generator().manual_seed(0)",
-            )
+    for parameter in training.owned.values():
+        parameter.grad = 0.1 * torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+    before = _generators()
+    try:
+        training.optimizer.step()
+        if training.scheduler is not None:
+            training.scheduler.step()
+    except Exception as error:
+        raise _UntriedError(f"a step on random gradients fails: {type(error).__name__}: {error}", number) from error
+    for parameter in training.owned.values():
+        parameter.grad = None
+    drawn = [name for name, state in _generators().items() if state != before[name]]
+    if drawn:
+        raise RunError(
+            f"a step of {_class(training.optimizer)} draws from {drawn[0]}, whose state is not in a checkpoint",
+            where=_class(training.optimizer),
+            remedy="draw from a generator that state_dict() stores, such as self.generator = "
+            "torch.Generator().manual_seed(0)",
+        )
 
 
 def _generators() -> dict[str, Any]:
@@ -273,51 +279,9 @@ def _refuse_outside(names: Collection[str], training: Training) -> None:
             )
 
 
-def _unlike(first: _Side, second: _Side) -> set[str]:
-    """Return the names of the places that two loads reach and whose values differ.
-
-    A list in a global of the first that begins with the entries of the second has only grown: it counts as a log.
-    """
-    ours, theirs = _reached(first), _reached(second)
-    unlike = {name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)}
-    lists = {name for name in unlike if name.isidentifier()}  # others are of the optimizer or a closure
-    grown = {name for name in lists if _length(ours.get(name)) > _length(theirs.get(name)) >= 0}
-    begun = {name for name in grown if not any(entry.startswith(f"{name}[") and entry in theirs for entry in unlike)}
-    return {name for name in unlike if not any(name == log or name.startswith(f"{log}[") for log in begun)}
-
-
-# of an optimizer's state_dict, and compared with it; the defaults, which torch reads for new groups only
-_STORED = ("optimizer.state[", "optimizer.param_groups[", "optimizer.defaults")
-
-
-def _reached(side: _Side) -> dict[str, list[Any]]:
-    """Return the plain values, generators and small tensors that optimizer, scheduler and files reach, by name."""
-    roots = [*side.training.roots.items(), *((module.__name__, module) for module in side.modules)]
-    snapshot = Snapshot.of(roots)
-    reached: dict[str, list[Any]] = {}
-    for (owner, key), value in snapshot.values.items():
-        name = snapshot.names[owner, key]
-        if value and value[0] == "==" and owner != id(SETTINGS) and not name.startswith(_STORED):
-            content = value[1]
-            if key == WHOLE and isinstance(content, tuple):  # a length and keys, some of which may be parameters
-                content = _Content(len=content[0], keys=[k if is_plain_key(k) else type(k) for k in content[1:]])
-            reached.setdefault(name, []).append(content)
-    return reached
-
-
-class _Content(dict[str, Any]):
-    """The length and the keys of a container."""
-
-
-def _length(values: list[Any] | None) -> int:
-    """Return the length of a list or a deque, -1 for all else."""
-    whole = values[0] if values and len(values) == 1 else None
-    return whole["len"] if isinstance(whole, _Content) and not whole["keys"] else -1
-
-
-def _modules(training: Training) -> Sequence[types.ModuleType]:
-    """Return the modules of the user's own files that optimizer and scheduler are from."""
-    objects = [training.optimizer, training.scheduler, *vars(training.optimizer).values()]
+def _modules(training: Training, hooks: Sequence[object]) -> Sequence[types.ModuleType]:
+    """Return the modules of the user's own files that optimizer, scheduler and hooks are from."""
+    objects = [*hooks, training.optimizer, training.scheduler, *vars(training.optimizer).values()]
     if training.scheduler is not None:
         objects += vars(training.scheduler).values()
     names = [getattr(thing if callable(thing) else type(thing), "__module__", "") for thing in objects]

@@ -55,7 +55,8 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
-# ranks are killed when they read a minibatch, each once, as soon as the run has a checkpoint
+# ranks are killed when they read a minibatch, each once, as soon as the run has a checkpoint; for ranks that read
+EACH = "--data-reader", "each"
 KILLS = """
 import multiprocessing
 import os

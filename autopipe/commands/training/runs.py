@@ -86,8 +86,7 @@ def train(
             path, source = _existing(settings, locks) if settings.resume else (None, None)
             if path is not None and source is not None:
                 settings = as_recorded(with_own_plan(settings, RunDirectory(path)), source)
-            if settings.launch.name != "ssh":  # its ranks run on other hosts
-                preload()
+            preload()  # for ranks of this machine, and for audits: a host must not wait for the imports
             accept = None if source is None else partial(refuse_other_model, source)
             prepared = prepare(settings.plan, progress, accept)
             if prepared.plan.num_processes > 1:

@@ -143,7 +143,8 @@ class OneReads:
         of_parts = [on_host(part.leaves) for part in parts]
         leaves = _Leaves(of_parts)
         if workload.cuts_by_dimension(item):
-            leaves = _Leaves(of_parts, workload.leaves(item), workload.batch_dims(item))
+            complete = _Leaves(of_parts, workload.leaves(item), workload.batch_dims(item))
+            leaves = complete if complete.can_be_cut() else leaves
         plan, rank_of = self.recordings.context.plan, self.recordings.context.request.rank_of
         for process in range(1, self.transport.world_size):
             rank = process // plan.team
@@ -225,6 +226,16 @@ class _Leaves:
     # of the samples, by leaf
     dimensions: Mapping[str, int] = field(default_factory=dict)
     _sent: dict[tuple[int | None, str], _SentLeaf] = field(default_factory=dict)
+
+    def can_be_cut(self) -> bool:
+        """Return whether a receiver cuts the complete leaves into parts of the same sizes."""
+        count, complete = len(self.of_parts), self.complete or {}
+        return all(
+            [piece.shape for piece in complete[name].tensor_split(count, dimension)]
+            == [part[name].shape for part in self.of_parts]
+            for name, dimension in self.dimensions.items()
+            if name in complete
+        )
 
     def of(self, wanted: Sequence[tuple[int, str]]) -> list[_SentLeaf]:
         """Return the leaves for a rank that reads these, as (part, name): complete ones if it reads each part."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopipe.runtime.training_state.describe import FACTORIES, named_state, numbered, parameters_of
-from autopipe.runtime.training_state.nodes import Node, UnstorableError, name_of
+from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, name_of
 
 _MAKERS: dict[str, Any] = {
     "list": list,
@@ -62,6 +62,8 @@ def restore(
     reader = _Restorer(parameters, tensors)
     with torch.no_grad():
         for name, node in tree.items():
+            if node == LIVE:  # all stages had what the hooks built
+                continue
             root = present[name]
             try:
                 state = reader.state(node, named_state(root, name), name)

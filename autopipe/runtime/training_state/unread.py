@@ -10,6 +10,8 @@ import types
 from collections.abc import Iterator
 from itertools import pairwise
 
+from autopipe.workload.target.sources import is_installed
+
 # of a value of a group, of a parameter's state, or of the optimizer or scheduler itself
 _PLACE = re.compile(
     r"(?:optimizer\.param_groups\[\d+\]|optimizer\.state\[[^\]]+\])\['(\w+)'\]|(?:optimizer|scheduler)\.(\w+)"
@@ -17,22 +19,25 @@ _PLACE = re.compile(
 
 
 def is_unread(path: str, *roots: object) -> bool:
-    """Return whether the code of these objects' classes only assigns the value at a path of ``describe``.
+    """Return whether the code of these objects' classes, and the user's, only assigns the value at a path.
 
-    All functions are searched of the modules that define the classes. A root may be a class itself.
+    All functions are searched of the modules that define the classes, and of those that are not installed: a hook or
+    the function of a schedule reads a value, too. A root may be a class itself.
     """
     place = _PLACE.fullmatch(path)
     if place is None:
         return False
     key, reading = (place[1], ("LOAD_CONST",)) if place[1] else (place[2], ("LOAD_CONST", "LOAD_ATTR", "LOAD_METHOD"))
     classes = [root if isinstance(root, type) else type(root) for root in roots if root is not None]
-    modules = {base.__module__ for kind in classes for base in kind.__mro__[:-1]}
-    return not any(_module_reads(name, key, reading) for name in modules)
+    defining = [sys.modules.get(base.__module__) for kind in classes for base in kind.__mro__[:-1]]
+    files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
+    own = (module for module, file in files if isinstance(file, str) and not is_installed(file))
+    return not any(_module_reads(module, key, reading) for module in (*filter(None, defining), *own))
 
 
-@functools.cache
-def _module_reads(name: str, key: str, reading: tuple[str, ...]) -> bool:
-    return any(_reads(code, key, reading) for code in _codes_of(name))
+@functools.lru_cache(maxsize=4096)
+def _module_reads(module: types.ModuleType, key: str, reading: tuple[str, ...]) -> bool:
+    return any(_reads(code, key, reading) for code in _codes_of(module))
 
 
 def _reads(code: types.CodeType, key: str, reading: tuple[str, ...]) -> bool:
@@ -44,10 +49,10 @@ def _reads(code: types.CodeType, key: str, reading: tuple[str, ...]) -> bool:
     )
 
 
-def _codes_of(module: str) -> Iterator[types.CodeType]:
+def _codes_of(module: types.ModuleType) -> Iterator[types.CodeType]:
     """Iterate the code of all functions and classes of a module."""
-    for value in list(vars(sys.modules.get(module, types)).values()):
-        if getattr(value, "__module__", "") != module:
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", "") != module.__name__:
             continue
         for member in vars(value).values() if isinstance(value, type) else (value,):
             for outer in (member, *(getattr(member, name, None) for name in ("fget", "fset"))):

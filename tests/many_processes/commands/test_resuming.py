@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, assert_gone, descendants, kill_ranks, training, wait_for_steps, write_model
+from support.commands import EACH, Commands, assert_gone, descendants, kill_ranks, training, wait_for_steps, write_model
 
 
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_ends_the_run_immediately(commands: Commands, tmp_path: 
 
 def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Commands, tmp_path: Path) -> None:
     kill_ranks(tmp_path / "model.py", {12: 1, 21: 0})
-    out, err = commands.run(*training(steps=30), "--checkpoint-every", "5", "--max-restarts", "2", "--json")
+    out, err = commands.run(*training(steps=30), "--checkpoint-every", "5", *EACH, "--max-restarts", "2", "--json")
     document = json.loads(out)
     assert [restart["number"] for restart in document["restarts"]] == [1, 2]
     assert [restart["rank"] for restart in document["restarts"]] == [1, 0]
@@ -97,7 +97,7 @@ def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Comma
 
 def test_an_elastic_run_continues_with_the_remaining_ranks(commands: Commands, tmp_path: Path) -> None:
     kill_ranks(tmp_path / "model.py", {12: 2})
-    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", "--elastic")
+    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", *EACH, "--elastic")
     assert [restart["ranks"] for restart in document["restarts"]] == [2]
     assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 30)
     assert_undisturbed(commands, "run", 30)

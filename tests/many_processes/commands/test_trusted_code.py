@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,6 +101,7 @@ WRITABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a hook": (hook, "names {folder}/hooks.py (loss)"),
     "a file of another account": (another_account, "belongs to another account (number 12345)"),
     "a function of Python": (of_python(target="subprocess:run", arguments={"args": "['true']"}), "a module of Python"),
+    "a file of Python": (of_python(target=f"{subprocess.__file__}:run"), "a module of Python"),
     "a hook of Python": (of_python(hooks={"loss": "os:system"}), "a module of Python"),
     "a module without a file": (of_python(target="no_such_module:Net"), "has no file on this machine"),
     "a missing file": (lambda folder: (folder / "model.py").unlink(), "cannot be read (No such file"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, fix_costs, kill_ranks
+from support.commands import EACH, Commands, fix_costs, kill_ranks
 from support.oracle import train as plain
 from support.oracle_order import Order
 
@@ -92,7 +92,7 @@ def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, t
     words = ["train", "net.py", "--replicas", "auto", "--schedule", "1f1b", "--device", "cpu", "--batch-size", "24"]
     words += ["--num-microbatches", "6", "--microbatch-sizes", "4", "--steps", "30"]
     every = ("--run-dir", "run", "--checkpoint-every", "5", "--keep-checkpoints", "0")
-    document = commands.document(*words, "--gpus", "3", *every, "--elastic")
+    document = commands.document(*words, "--gpus", "3", *every, *EACH, "--elastic")
     (restart,) = document["restarts"]
     assert document["ranks"] == restart["ranks"] < 3 and document["step"] == 30
     written = tmp_path / "run" / "checkpoints" / f"step-{restart['from_step']:08d}"

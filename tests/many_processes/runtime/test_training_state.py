@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from support.commands import Commands, kill_ranks, training, write_model
+from support.commands import EACH, Commands, kill_ranks, training, write_model
 
 HOOKS = """
 
@@ -87,7 +87,7 @@ def test_an_elastic_run_keeps_its_optimizer_state(commands: Commands, tmp_path: 
     path = tmp_path / "model.py"
     path.write_text(path.read_text() + HOOKS)
     kill_ranks(path, {12: 1})
-    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", "--elastic")
+    document = commands.document(*training(3, steps=30), "--checkpoint-every", "5", *EACH, "--elastic")
     assert [restart["ranks"] for restart in document["restarts"]] == [2]
     commands.run(*training(3, steps=30, run="whole"))
     assert_same(commands, "whole", "run")
