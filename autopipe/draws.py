@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,16 @@ _MASK = (1 << 64) - 1
 def exclusive() -> contextlib.AbstractContextManager[bool]:
     """Return the lock of the global generator. Hold it around any other code that draws from it, such as a build."""
     return _GENERATOR
+
+
+def states_of_generators() -> dict[str, Any]:
+    """Return the states of the global generators by name, which change with every draw."""
+    numpy = np.random.get_state(legacy=False)
+    return {
+        "torch's global generator": torch.get_rng_state().numpy().tobytes(),
+        "numpy's global generator": json.dumps(numpy, default=lambda array: array.tolist()),
+        "Python's global generator (random)": random.getstate(),
+    }
 
 
 def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:

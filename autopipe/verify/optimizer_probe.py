@@ -14,19 +14,17 @@ Only the optimizer runs. Large models are probed on tensors with truncated dimen
 from __future__ import annotations
 
 import logging
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopipe.draws import exclusive
+from autopipe.draws import exclusive, states_of_generators
 from autopipe.runtime.training_state.describe import Description, describe, named_state
 from autopipe.runtime.training_state.differing import differing, distance
 from autopipe.runtime.training_state.nodes import UnstorableError
@@ -111,9 +109,9 @@ class _Stepped:
         for group in self.optimizer.param_groups:
             _replace_zero_rate(group)
         with self.random.active():
-            before = _generators()
+            before = states_of_generators()
             self.optimizer.step()
-            self.drew |= before != _generators()
+            self.drew |= before != states_of_generators()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             try:
@@ -242,11 +240,6 @@ def probe_members(
                 if off > _ROUNDING:
                     return Finding(name, -1, number, off, whole.drew)
     return None
-
-
-def _generators() -> tuple[bytes, str, int]:
-    """Return the states of the global generators, which change with every draw."""
-    return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())
 
 
 def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:

@@ -6,13 +6,12 @@ import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopipe import sparse
-from autopipe.bits import bytes_of
+from autopipe.runtime.checkpoint.sharing import checksums
 from autopipe.runtime.training_state.stage import Training
 from autopipe.trace.state.snapshots.fingerprints import is_plain_key
 from autopipe.trace.state.snapshots.settings import SETTINGS
@@ -72,8 +71,8 @@ def _reached(load: Load) -> dict[str, list[Any]]:
             if isinstance(content, torch.Tensor) and id(content) not in names:
                 add(name, _bits(content))
         elif key == WHOLE and isinstance(content, tuple):  # a length and keys, some of which may be parameters
-            keys = [names.get(k, k) if is_plain_key(k) else type(k) for k in content[1:]]
-            add(name, _Content(len=content[0], keys=keys))
+            keys = tuple(names.get(k, k) if is_plain_key(k) else type(k) for k in content[1:])
+            add(name, _Container(content[0], keys))
         elif name != "optimizer.defaults['lr']" or not isinstance(rate, torch.Tensor):
             add(name, content)
     for own in snapshot.owners.values():
@@ -88,16 +87,16 @@ def _reached(load: Load) -> dict[str, list[Any]]:
 _ID = re.compile(r"\[(\d{9,})\]")
 
 
-def _bits(tensor: torch.Tensor) -> int:
-    parts = [] if tensor.is_meta else sparse.stored(tensor.detach())
-    return hash(tuple(bytes_of(part.cpu()).numpy().tobytes() for part in parts))
+def _bits(tensor: torch.Tensor) -> dict[str, int]:
+    return {} if tensor.is_meta else checksums({"": tensor.detach()})
 
 
-class _Content(dict[str, Any]):
-    """The length and the keys of a container."""
+class _Container(NamedTuple):
+    length: int
+    keys: tuple[Any, ...]
 
 
 def _length(values: list[Any] | None) -> int:
     """Return the length of a list or a deque, -1 for all else."""
     whole = values[0] if values and len(values) == 1 else None
-    return whole["len"] if isinstance(whole, _Content) and not whole["keys"] else -1
+    return whole.length if isinstance(whole, _Container) and not whole.keys else -1

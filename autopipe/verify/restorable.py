@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from autopipe.bits import same_bits
-from autopipe.draws import exclusive
+from autopipe.draws import exclusive, states_of_generators
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.nodes import UnstorableError
@@ -74,22 +74,23 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), _quietly(), _one_thread():
         try:
             sample = _sample(shapes or _shapes(workload))
-            first = _side(workload, sample)
+            first = _load(workload, sample)
             if first is None or len(_stepped(first)) < len(sample):  # the hook selects parameters
                 shapes = _shapes(workload)
                 sample = _sample(shapes)
-                first = _side(workload, sample)
-            second = _side(workload, sample)
+                first = _load(workload, sample)
+            second = _load(workload, sample)
             if first is None or second is None:
                 return ""
             try:
                 _compare(first, second, MOST_STEPS)
             except _UntriedError as error:  # such as a schedule that ends
                 possible = error.steps - FURTHER_STEPS
-                first, second = _side(workload, sample), _side(workload, sample)
-                if possible < FIRST_STEPS or first is None or second is None:
+                if possible < FIRST_STEPS:
                     raise
-                _compare(first, second, possible)
+                first, second = _load(workload, sample), _load(workload, sample)
+                if first is not None and second is not None:
+                    _compare(first, second, possible)
         except _UntriedError as error:
             return f"warning: whether the optimizer's state can be restored was not tried: {error}"
     of = len(shapes or sample)
@@ -113,8 +114,8 @@ def _shapes(workload: Workload) -> Shapes:
     return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepping.stepped_parameters().items()}
 
 
-def _stepped(side: Load) -> set[int]:
-    return {id(parameter) for group in side.training.optimizer.param_groups for parameter in group["params"]}
+def _stepped(load: Load) -> set[int]:
+    return {id(parameter) for group in load.training.optimizer.param_groups for parameter in group["params"]}
 
 
 def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
@@ -135,7 +136,7 @@ def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
     }
 
 
-def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> Load | None:
+def _load(workload: Workload, sample: Mapping[str, torch.Tensor]) -> Load | None:
     owned = {name: nn.Parameter(value.clone()) for name, value in sample.items()}
     try:
         again = Workload.from_spec(workload.spec)
@@ -173,10 +174,10 @@ def _compare(first: Load, second: Load, most: int) -> None:
     _refuse_unequal(ours, _described(second.training))
     outside = unlike(first, second) - varying
     state = draws.get_state()
-    for side in (first, second):
+    for load in (first, second):
         draws.set_state(state)
         for number in range(FURTHER_STEPS):
-            _step(side, draws, taken + number)
+            _step(load, draws, taken + number)
     _refuse_outside(outside & unlike(first, second), first.training)
     theirs = second.training.owned
     for name, parameter in first.training.owned.items():
@@ -224,12 +225,12 @@ def _difference(one: Any, other: Any, path: str) -> str:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _step(side: Load, draws: torch.Generator, number: int) -> None:
+def _step(load: Load, draws: torch.Generator, number: int) -> None:
     """Take a step. ``number``: of those before it. Raises: RunError if it draws from a global generator."""
-    training = side.training
+    training = load.training
     for parameter in training.owned.values():
         parameter.grad = 0.1 * torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
-    before = _generators()
+    before = states_of_generators()
     try:
         training.optimizer.step()
         if training.scheduler is not None:
@@ -238,7 +239,7 @@ def _step(side: Load, draws: torch.Generator, number: int) -> None:
         raise _UntriedError(f"a step on random gradients fails: {type(error).__name__}: {error}", number) from error
     for parameter in training.owned.values():
         parameter.grad = None
-    drawn = [name for name, state in _generators().items() if state != before[name]]
+    drawn = [name for name, state in states_of_generators().items() if state != before[name]]
     if drawn:
         raise RunError(
             f"a step of {_class(training.optimizer)} draws from {drawn[0]}, whose state is not in a checkpoint",
@@ -246,15 +247,6 @@ def _step(side: Load, draws: torch.Generator, number: int) -> None:
             remedy="draw from a generator that state_dict() stores, such as self.generator = "
             "torch.Generator().manual_seed(0)",
         )
-
-
-def _generators() -> dict[str, Any]:
-    numpy = np.random.get_state(legacy=False)
-    return {
-        "torch's global generator": torch.get_rng_state().numpy().tobytes(),
-        "numpy's global generator": json.dumps(numpy, default=lambda array: array.tolist()),
-        "Python's global generator (random)": random.getstate(),
-    }
 
 
 def _class(thing: object) -> str:

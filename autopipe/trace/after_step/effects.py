@@ -8,18 +8,16 @@ get versions.
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.draws import exclusive
+from autopipe.draws import exclusive, states_of_generators
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.trace.after_step.flow import Flow
 from autopipe.trace.state.snapshots.kinds import is_users_module
@@ -149,14 +147,14 @@ def _watched_call(
     hook = workload.hooks["after_step"]
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with own.active():
-        before = _generators()
+        before = states_of_generators()
         try:
             with flow:
                 workload.after_step(list(parameters.items()), step)
         except ModelFileError:
             if not may_fail:
                 raise
-        if before != _generators():
+        if before != states_of_generators():
             raise _refused(
                 workload,
                 f"{hook.label} draws random numbers, which would differ in each stage and in a resumed run",
@@ -240,8 +238,3 @@ def _state(workload: Workload) -> Snapshot:
     if module is not None and is_users_module(module.__name__):
         roots.append((module.__name__, module))
     return Snapshot.of(roots)
-
-
-def _generators() -> tuple[bytes, str, int]:
-    """Return a value that changes with every draw from a global generator."""
-    return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())
