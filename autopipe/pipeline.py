@@ -324,9 +324,10 @@ class Pipeline:
 
     def _merged(self, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
         """Return the options of a call: its own, and those of the pipeline that the method accepts."""
-        shared = {name: value for name, value in self.options.items() if name in table.options_of(kind)}
+        known = table.options_of(kind)
+        shared = {name: value for name, value in self.options.items() if name in known}
         merged = shared | values.parsed(options, kind)
-        while (pair := table.exclusive_pair(kind, merged)) is not None:  # keep the option of the call, drop the other
+        while (pair := table.exclusive_pair(known, merged)) is not None:  # keep the option of the call, drop the other
             merged.pop(next(name for name in pair if options.get(name) is None))
         return merged
 

@@ -11,7 +11,7 @@ import click
 
 from autopipe.commands import values
 from autopipe.errors import AutopipeError
-from autopipe.options.commands import PipelineOptions, given, options_of
+from autopipe.options.commands import PipelineOptions, exclusive_pair, given, options_of
 from autopipe.options.table import OPTIONS, Option, flag_of
 from autopipe.pipeline import Pipeline
 
@@ -97,11 +97,9 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Raises: click.UsageError if two options are given that exclude each other."""
-        for param in self.params:
-            for other in _entry(param).excludes:
-                if all(ctx.params.get(str(name)) not in (None, ()) for name in (param.name, other)):
-                    pair = f"{flag_of(str(param.name))} and {flag_of(other)}"
-                    raise click.UsageError(f"{pair} exclude each other; give one", ctx)
+        pair = exclusive_pair({str(param.name): _entry(param) for param in self.params}, ctx.params)
+        if pair is not None:
+            raise click.UsageError(f"{' and '.join(map(flag_of, pair))} exclude each other; give one", ctx)
         return super().invoke(ctx)
 
     def complete_help(self, ctx: click.Context) -> str:

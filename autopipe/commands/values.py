@@ -48,7 +48,7 @@ def parsed(options: Mapping[str, Any], command: type) -> dict[str, Any]:
             raise TypeError(unknown_choice("option", name, known))
     given = {name: value for name, value in options.items() if value is not None}
     values = {name: KINDS[known[name].kind].check(name, known[name], value) for name, value in given.items()}
-    pair = exclusive_pair(command, values)
+    pair = exclusive_pair(known, values)
     if pair is not None:
         raise ValueError(f"{pair[0]} and {pair[1]} exclude each other; give one")
     return values

@@ -321,9 +321,9 @@ def given(command: type, values: Mapping[str, Any]) -> Any:
     return {name: values[name] for name in options_of(command) if values.get(name) is not None}
 
 
-def exclusive_pair(command: type, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first two options of a command that are both given and exclude each other, or None."""
-    pairs = ((name, other) for name, option in options_of(command).items() for other in option.excludes)
+def exclusive_pair(options: Mapping[str, Option], values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first two options, by name, that are both given and exclude each other, or None."""
+    pairs = ((name, other) for name, option in options.items() for other in option.excludes)
     return next((pair for pair in pairs if all(values.get(name) not in (None, ()) for name in pair)), None)
 
 

@@ -308,7 +308,7 @@ class _Reader:
 
     def _excluded(self, place: str, job: SweepJob) -> Iterator[str]:
         """Yield the options that those of a job exclude. Raises: RunError if two of its own do."""
-        if pair := table.exclusive_pair(table.TrainOptions, job.given()):
+        if pair := table.exclusive_pair(table.options_of(table.TrainOptions), job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
         for name in job.given():
             yield from table.excluded_by(table.TrainOptions, name)
@@ -316,7 +316,7 @@ class _Reader:
     def _verify(self, job: SweepJob, sweep: SweepFile) -> None:
         """Verify what depends on the complete options of a job. Raises: RunError."""
         place, options = job.place, job.options
-        if pair := table.exclusive_pair(table.TrainOptions, job.given()):
+        if pair := table.exclusive_pair(table.options_of(table.TrainOptions), job.given()):
             self._refuse(place, f"{pair[0]} and {pair[1]} exclude each other", "give one of the two")
         steps = options.get("steps")
         if sweep.halving is not None:
