@@ -8,7 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from autopipe.workload.target.sources import is_installed
 
@@ -31,8 +31,11 @@ def is_unread(path: str, *roots: object) -> bool:
     classes = [root if isinstance(root, type) else type(root) for root in roots if root is not None]
     defining = [sys.modules.get(base.__module__) for kind in classes for base in kind.__mro__[:-1]]
     files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
-    own = (module for module, file in files if isinstance(file, str) and not is_installed(file))
-    return not any(_module_reads(module, key, reading) for module in (*filter(None, defining), *own))
+    own = (module for module, file in files if isinstance(file, str) and not _is_installed(file))
+    return not any(_module_reads(module, key, reading) for module in chain(filter(None, defining), own))
+
+
+_is_installed = functools.lru_cache(maxsize=8192)(is_installed)  # asked for each module of the process
 
 
 @functools.lru_cache(maxsize=4096)
