@@ -17,10 +17,10 @@ HUNGRY = """
 import multiprocessing
 
 class Hungry(torch.optim.SGD):
-    steps = 0
     def step(self, closure=None):
-        self.steps += 1
-        if self.steps == 3 and multiprocessing.current_process().name.startswith("rank "):
+        group = self.param_groups[0]
+        group["steps"] = group.get("steps", 0) + 1
+        if group["steps"] == 3 and multiprocessing.current_process().name.startswith("rank "):
             torch.empty(2**53)
         return super().step(closure)
 

@@ -104,7 +104,7 @@ class Own(torch.optim.SGD):
         norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
         self.last_norm = norm.item()
         for g in self.param_groups:
-            g["norm"] = norm
+            g["norm_of_the_log"] = norm  # a name that no module of these tests reads
         return super().step(closure)
 def optimizer(named): return Own(values(named), lr=0.1)
 """,
