@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from .warm.programs import TORCH, run_warm
+from .warm.programs import AUTOPIPE, RUN, TORCH, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 240
@@ -64,10 +64,18 @@ def in_stages(
     folder: Path,
     stages: int = 2,
     options: tuple[str, ...] = (),
+    new: bool = False,
     read: Path | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
-    """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise."""
-    given = ("--check", "0", *options)
-    command = [sys.executable, "-m", "autopipe.cli", "run", str(script), "--gpus", str(stages), *given, "--", *words]
-    return _run(command, folder, _environment(environment), read)
+    """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise.
+
+    ``new``: by a new interpreter. ``read``: a file for the standard input of a new interpreter.
+    """
+    variables = _environment(environment)
+    arguments = ["run", str(script), "--gpus", str(stages), "--check", "0", *options, "--", *words]
+    if new or read is not None:
+        return _run([sys.executable, "-m", "autopipe.cli", *arguments], folder, variables, read)
+    folder.mkdir(parents=True, exist_ok=True)
+    done = run_warm(AUTOPIPE, *arguments, cwd=folder, env=variables, modules=RUN, timeout=SECONDS)
+    return Ended(done.returncode, done.stdout, done.stderr)

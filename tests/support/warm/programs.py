@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import importlib
 import json
@@ -15,11 +16,14 @@ import os
 import random
 import runpy
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Mapping
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ MODULES = (
     *("torch", "torch._dynamo", "safetensors.torch"),
     *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
 )
+RUN = (*MODULES, "autopipe.commands.script", "autopipe.script.runner", "torch.utils.data")
+"""For ``autopipe run``."""
 TORCH = ("torch", "torch._dynamo", "numpy", "torch.utils.data")
 """For a script that is the reference of ``autopipe run``: nothing of autopipe."""
 SIMULATED = "SIMULATED_LIBRARY"
@@ -116,6 +122,46 @@ def _serve() -> dict[str, Any]:
     raise SystemExit(0)
 
 
+def _warm_fork_server() -> None:
+    """Let a process that waits here become the fork server of this one, in place of a new interpreter.
+
+    It is forked before anything of the program is imported, so what it forks is as clean as that of a new one.
+    """
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        there.close()
+        start = util.spawnv_passfds
+
+        def started(path: Any, arguments: Any, descriptors: Any) -> int:
+            if here.fileno() < 0 or "multiprocessing.forkserver" not in arguments[-1]:
+                return int(start(path, arguments, descriptors))
+            with here:
+                text = json.dumps({"code": arguments[-1], "numbers": descriptors, "environment": dict(os.environ)})
+                socket.send_fds(here, [text.encode()], descriptors)
+            return pid
+
+        util.spawnv_passfds = started  # type: ignore[attr-defined]  # mypy does not know it
+        return
+    here.close()
+    text, descriptors, _, _ = socket.recv_fds(there, 1 << 20, 8)
+    if not text:  # the program has ended, or closed all that it inherited
+        os._exit(0)
+    request = json.loads(text)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    there.close()
+    spare = [fcntl.fcntl(number, fcntl.F_DUPFD, 100) for number in descriptors]
+    os.closerange(3, 100)
+    for number, wanted in zip(spare, request["numbers"], strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+    sys.argv = ["-c"]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(request["code"], vars(main))  # that of multiprocessing
+    os._exit(0)
+
+
 def _become(request: dict[str, Any]) -> None:
     """Run the program as if it was started in its folder."""
     os.setsid()
@@ -127,6 +173,8 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # it is a file
     tempfile.tempdir = None
     random.seed()
     if SIMULATED in os.environ:
@@ -136,6 +184,8 @@ def _become(request: dict[str, Any]) -> None:
             del sys.modules[name]
         sys.modules[package] = None  # type: ignore[assignment]
     if request["brief"]:
+        if VARIABLE not in os.environ:
+            _warm_fork_server()
         brief.shorten(setattr)
     if VARIABLE in os.environ:
         importlib.import_module("support.damage.installing").install()
