@@ -1,4 +1,4 @@
-"""Plain training: one process, the user's model, the usual loop. Every plan is compared with it.
+"""Plain training of a workload by ``autopipe.reference``. Every plan is compared with it.
 
 For schedules with staleness it keeps old weights, as docs/semantics.md defines: minibatch t reads version
 max(t - delta, 0) of each parameter, where delta is that of the stage that owns it. With a ``SumOrder``, the loop adds
@@ -8,20 +8,20 @@ gradients as a plan does: those of each microbatch go to the sum of its replica 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from autopipe.draws import flat_checkpoints, seed_recurrent_layers
-from autopipe.runtime.after_step.average import average_dtype
+from autopipe.draws import seed_recurrent_layers
+from autopipe.reference.seeded_draws import Draws, OpaqueCalls
+from autopipe.reference.training_loop import Loss, TrainingLoop
 from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
 from autopipe.runtime.step.shares import Divisors
 from autopipe.verify.deferred import OwnStatistics
-from autopipe.verify.inputs import PlainDraws, factors_of, parts_of, samples_of
+from autopipe.verify.inputs import factors_of, parts_of, samples_of
 from autopipe.verify.order import Key, ReplicaBuffers, SumOrder
 from autopipe.workload import Workload
 
@@ -35,6 +35,7 @@ class Subject:
         self.workload = workload
         self.model = workload.build_model().to(device)
         seed_recurrent_layers(self.model, device)
+        OpaqueCalls(*(self.model.get_submodule(path) for path in workload.spec.opaque_modules))
         # those that the optimizer steps
         self.parameters = dict(self.model.named_parameters())
 
@@ -50,14 +51,9 @@ class Subject:
         """Return the current buffers by first name."""
         return dict(self.model.named_buffers())
 
-    def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None if the model draws nothing.
-
-        A ``checkpoint()`` in the user's code keeps its activations, because a recompute would draw again.
-        """
-        if draws is None:
-            return self.workload.loss(self.model, part)
-        with PlainDraws(*draws), flat_checkpoints():
+    def loss(self, part: Any, draws: tuple[int, int, int] | None) -> Loss:
+        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None if the model draws nothing."""
+        with contextlib.nullcontext() if draws is None else Draws(*draws):
             return self.workload.loss(self.model, part)
 
 
@@ -141,71 +137,112 @@ def plain_training(
     ``subject`` is trained, or a new model if it is None. ``on_gradients`` is called with (step, parameters) when the
     gradients of a step are complete, before clipping.
     """
-    run = PlainRun(subject or Subject(workload, device or torch.device("cpu")))
-    parameters = run.subject.parameters
-    optimizer = workload.optimizer(list(parameters.items()))
+    subject = subject or Subject(workload, device or torch.device("cpu"))
+    optimizer = workload.optimizer(list(subject.parameters.items()))
     scheduler = None if optimizer is None else workload.scheduler(optimizer)
     scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
-    run.optimizer, run.scheduler, run.scaler = optimizer, scheduler, scaler
-    older = [] if resumed is None else resumed.restore(run.subject, optimizer, scheduler, scaler)
-    run.averages.update({} if resumed is None else resumed.averages)
-    sums = _Sums(run.subject, settings)
-    history = [*older, _data(parameters)]
-    for step, item in enumerate(items, 0 if resumed is None else resumed.step):
-        for name in parameters:
-            version = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
-            for leaf in run.subject.leaves(name).values():
-                leaf.data = version
-        loss, divisor = _minibatch(workload, sums, item, step, settings, device, scaler)
-        sums.complete()
-        for name, parameter in parameters.items():
-            parameter.data = history[-1][name].clone() if settings.staleness else history[-1][name]
-        if scaler is not None and optimizer is not None:
-            scaler.unscale_(optimizer)
-        if divisor != 1.0:
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad /= divisor
-        if on_gradients is not None:
-            on_gradients(step, parameters)
-        if settings.clip_norm:
-            torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
-        stepped = optimizer is None or _step(optimizer, scaler)
-        run.model.zero_grad(set_to_none=True)  # including parameters that the optimizer does not step
-        if stepped:
-            workload.after_step(list(parameters.items()), step)
-            if settings.ema:
-                _average(run.averages, parameters, settings.ema)
-        if scheduler is not None and stepped:
-            scheduler.step()
-        sums.commit()
-        history.append(_data(parameters))
-        del history[: -1 - max(settings.staleness.values(), default=0)]
-        run.losses.append(loss)
+    older = [] if resumed is None else resumed.restore(subject, optimizer, scheduler, scaler)
+    loop = _Loop(subject, settings, device, optimizer, scheduler, scaler, on_gradients)
+    if resumed is not None:
+        loop.step, loop.versions = resumed.step, [*older, *loop.versions]
+        loop.averages.update(resumed.averages)
+    losses = []
+    for item in items:
+        losses.append(loop.train_on(item))
         if on_step is not None:
-            on_step(step, loss)
-    return run
+            on_step(loop.step - 1, losses[-1])
+    return PlainRun(subject, losses, loop.averages, optimizer, scheduler, scaler)
 
 
 def evaluation(
     subject: Subject, item: Any, settings: PlainSettings, device: torch.device | None, workload: Workload
 ) -> float:
     """Return the loss of a minibatch in evaluation mode."""
-    settings = replace(settings, order=None, deferred_batch_norm=False)
     subject.model.eval()
+    loop = _Loop(subject, replace(settings, order=None, deferred_batch_norm=False), device)
     with torch.no_grad():
-        return _minibatch(workload, _Sums(subject, settings), item, 0, settings, device, None)[0]
+        return loop.accumulate(*loop.microbatches(item))[0]
 
 
-def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-    """Update averages by the function of torch. The first ones are copies."""
-    update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no annotation for it
-    for name, parameter in parameters.items():
-        weight = parameter.detach().to(average_dtype(parameter.dtype), copy=True)
-        if name in averages:
-            update([averages[name]], [weight], None)
-        else:
-            averages[name] = weight
+class _Loop(TrainingLoop):
+    """The loop of the reference over the minibatches of a workload, which may add up in the order of a plan."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        settings: PlainSettings,
+        device: torch.device | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_gradients: OnGradients | None = None,
+    ) -> None:
+        super().__init__(
+            subject.model,
+            subject.parameters,
+            self._loss_of,
+            optimizer,
+            scheduler,
+            scaler,
+            staleness=settings.staleness,
+            clip=settings.clip_norm,
+            ema=settings.ema,
+            after_step=subject.workload.after_step,
+        )
+        self.subject, self.settings, self.device = subject, settings, device
+        self.on_gradients = on_gradients
+        self.sums = _Sums(subject, settings)
+
+    def microbatches(self, item: Any) -> tuple[list[Any], list[float]]:
+        """Return the microbatches of a minibatch, and their factors."""
+        workload = self.subject.workload
+        parts = parts_of(workload, item, self.settings.num_microbatches)
+        samples = [samples_of(workload, part) for part in parts]
+        return parts, factors_of(samples, self.settings.divisors.get(self.step))[0]
+
+    def train_on(self, item: Any) -> float:
+        """Train on a minibatch, and return its loss."""
+        return self.train(*self.microbatches(item))
+
+    def _loss_of(self, part: Any, step: int, index: int) -> Loss:
+        workload = self.subject.workload
+        if self.device is not None:
+            part = workload.with_leaves(part, {n: leaf.to(self.device) for n, leaf in workload.leaves(part).items()})
+        draws = (self.settings.seed, step, index) if self.settings.draws else None
+        with self.settings.within(), workload.explained(part):
+            return self.subject.loss(part, draws)
+
+    def read_by_forward(self, name: str) -> Iterable[nn.Parameter]:
+        """Return the tensor of each stage that reads the parameter."""
+        return self.subject.leaves(name).values()
+
+    def order(self, count: int) -> Iterable[int]:
+        """Return the order of the microbatches."""
+        return reversed(range(count)) if self.settings.reverse else range(count)
+
+    def begin_microbatch(self, index: int) -> None:
+        """Let backward accumulate in the sums of this microbatch."""
+        self.sums.begin(self.step, index)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a microbatch."""
+        super().backward(loss if self.settings.enlarged == 1.0 else loss * self.settings.enlarged)
+
+    def accumulate(self, microbatches: Sequence[Any], factors: Sequence[float]) -> tuple[float, float]:
+        """Add up the gradients of the microbatches in the order of the plan."""
+        loss, divisor = super().accumulate(microbatches, factors)
+        self.sums.complete()
+        return loss, divisor * self.settings.enlarged
+
+    def gradients_are_complete(self) -> None:
+        """Report the gradients."""
+        if self.on_gradients is not None:
+            self.on_gradients(self.step, self.parameters)
+
+    def update(self) -> None:
+        """Step, and update the deferred statistics."""
+        super().update()
+        self.sums.commit()
 
 
 class _Sums:
@@ -280,57 +317,3 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _kind(device: torch.device | None) -> str:
     return "cpu" if device is None else device.type
-
-
-def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
-    """Step, unless the scaler detects a gradient that is not finite. Return whether the optimizer has stepped."""
-    if scaler is None:
-        optimizer.step()
-        return True
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() >= before
-
-
-def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: parameter.data for name, parameter in parameters.items()}
-
-
-def _version(step: int, staleness: int, count: int) -> int:
-    """Return the index of version max(step - staleness, 0) in a history of ``count`` versions up to ``step``."""
-    return count - 1 - min(staleness, step)
-
-
-def _minibatch(
-    workload: Workload,
-    sums: _Sums,
-    item: Any,
-    step: int,
-    settings: PlainSettings,
-    device: torch.device | None,
-    scaler: torch.amp.GradScaler | None,
-) -> tuple[float, float]:
-    """Run forward and backward of a minibatch. Return its loss, and the divisor of the gradients."""
-    parts = parts_of(workload, item, settings.num_microbatches)
-    factors, _ = factors_of([samples_of(workload, part) for part in parts], settings.divisors.get(step))
-    shares: list[float] = []
-    weights: list[float] = []
-    for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):
-        part = parts[index]
-        if device is not None:
-            part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
-        sums.begin(step, index)
-        draws = (settings.seed, step, index) if settings.draws else None
-        with settings.within(), workload.explained(part):
-            loss, weight = sums.subject.loss(part, draws)
-        scaled = loss * factors[index] if weight is None else loss * weight.detach()
-        if weight is None and not factors[index]:
-            scaled = torch.zeros_like(scaled, requires_grad=False)  # its loss may be 0 / 0
-        if scaled.requires_grad:
-            enlarged = scaled if settings.enlarged == 1.0 else scaled * settings.enlarged
-            torch.autograd.backward(enlarged if scaler is None else scaler.scale(enlarged))
-        shares.append(float(scaled.detach()))
-        weights.append(0.0 if weight is None else float(weight.detach()))
-    divisor = sum(weights) or 1.0
-    return sum(shares) / divisor, divisor * settings.enlarged

@@ -144,7 +144,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         weighted=subject.context.weighted,
         clip=job.clip_grad_norm,
         staleness=_staleness(subject, stale) if stale else None,
-        autocast="torch.bfloat16" if spec.precision == "bf16" else "",
+        autocast={"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(spec.precision, ""),
         divisor=_divisor(subject, item),
         **_cut(workload, item),
         own_loss=_own_loss(workload),
@@ -176,7 +176,6 @@ def _refuse(subject: Subject) -> None:
     reasons = {
         "its batches are synthetic, from example_inputs or --input": spec.inputs or "data" not in hooks,
         "it starts from weights that the model does not have when built (--init-from)": job.init_from,
-        "it scales the loss for float16 (--precision fp16)": spec.precision == "fp16",
         "it updates batch statistics once per minibatch (--deferred-batch-norm)": job.deferred_batch_norm,
         "it skips steps that are not finite (--on-nonfinite skip)": job.on_nonfinite == "skip",
         "its microbatches have different structures, such as lists of images": len(structures) > 1

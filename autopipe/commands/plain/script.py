@@ -1,15 +1,15 @@
-"""The text of the script of a plain loop: an independent reference for a run, which does not import autopipe."""
+"""The text of the script of a plain loop: the files of ``autopipe.reference``, and the settings of one training."""
 
 from __future__ import annotations
 
+import ast
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 
-from autopipe.commands.plain.compare import comparison, refusal
-from autopipe.commands.plain.cutting import SAMPLES, SPLIT
-from autopipe.commands.plain.draws import DRAWS, OPAQUE
 from autopipe.workload.hooks.calling import Form
 from autopipe.workload.target.scripts import imports_its_name, package_of
 
@@ -64,61 +64,6 @@ class PlainLoop:
     notes: tuple[str, ...] = field(default=())  # for the docstring of the script
 
 
-_HEAD = '''
-def seed_of(*parts):
-    """Return the seed of some numbers: SplitMix64's finalizer is applied after each is added."""
-    state = 0
-    for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state >> 1
-
-
-def seed_all(seed):
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-def random_state(saved=None):
-    """Return the state of every generator, after restoring a saved one if given."""
-    if saved is not None:
-        torch.set_rng_state(saved[0]), np.random.set_state(saved[1]), random.setstate(saved[2])
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def load(location, name="", root=""):
-    """Import the user's file, or a module. ``root``: the folder of the package that contains the file."""
-    if root or not location.endswith(".py"):
-        sys.path[:0] = [root] if root else []
-        return importlib.import_module(name or location)
-    sys.path.insert(0, os.path.dirname(location))
-    name = name or os.path.basename(location)[:-3]
-    spec = importlib.util.spec_from_file_location(name if name not in sys.modules else f"users_{name}", location)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-'''
-
-_BATCHES = '''
-def batches():
-    """Yield the minibatches. Each epoch calls the data hook again, with a different seed."""
-    for epoch in itertools.count():
-        outside = random_state()
-        seed_all(seed_of(SEED, 0, epoch, 1 << 40))
-        iterator = iter({data})
-        while (item := next(iterator, None)) is not None:
-            inside = random_state()
-            random_state(outside)
-            yield {{str(k): v for k, v in item.items()}} if isinstance(item, Mapping) else tuple(item)
-            outside = random_state()
-            random_state(inside)
-        random_state(outside)
-'''
-
-
 def _load_arguments(location: str) -> str:
     """Return the arguments of ``load``: the file, and the module name that it needs if that is not the file's."""
     path = Path(location)
@@ -131,22 +76,39 @@ def _load_arguments(location: str) -> str:
 
 def script(loop: PlainLoop) -> str:
     """Return the text of the script."""
-    parts = [_docstring(loop), _imports(loop), refusal(averages=bool(loop.ema)), _constants(loop), _HEAD]
-    parts += [DRAWS] if loop.draws else []
-    parts += [OPAQUE] if loop.opaque else []
-    parts += [_BATCHES.format(data=loop.data), SAMPLES[loop.counted], SPLIT[loop.cut]]
-    parts += [_shares(loop), _loss(loop), _training(loop), comparison(loop.own_loss, averages=bool(loop.ema))]
-    return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
+    modules = ["minibatches", *(["seeded_draws"] if loop.draws else []), "training_loop", "standalone"]
+    imports, sources = _of_reference(modules, loop.divisor.imports if loop.divisor is not None else ())
+    head = "\n\n".join([_docstring(loop), imports, _constants(loop)])
+    parts = [head, *sources, _subject(loop), _loss(loop), _factors(loop), _training(loop)]
+    return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _spaced(parts: list[str]) -> list[str]:
-    """Return the parts with an empty line more before each function and class."""
-    spaced: list[str] = []
-    for part in parts:
-        text = part.strip("\n")
-        if text:
-            spaced.append(f"\n{text}" if text.startswith(("def ", "class ")) and spaced else text)
-    return spaced
+def _of_reference(modules: Iterable[str], more: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the imports of modules of ``autopipe.reference``, with ``more`` imports, and their other statements."""
+    sources, trees = [], [ast.parse(line) for line in more]
+    for module in modules:
+        text = (resources.files("autopipe.reference") / f"{module}.py").read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        last = max(node.end_lineno or 0 for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        sources.append(re.sub(r"  # type: ignore.*", "", "\n".join(text.splitlines()[last:])).strip("\n"))
+        trees.append(tree)
+    return _imports([node for tree in trees for node in tree.body]), sources
+
+
+def _imports(statements: Iterable[ast.stmt]) -> str:
+    """Return the imports among statements, each name once, without those of autopipe itself."""
+    lines: set[str] = set()
+    names: dict[str, set[str]] = {}
+    for node in statements:
+        if isinstance(node, ast.Import):
+            lines |= {f"import {ast.unparse(alias)}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names.setdefault(node.module or "", set()).update(map(ast.unparse, node.names))
+    froms = [f"from {module} import {', '.join(sorted(some))}" for module, some in sorted(names.items())]
+    every = [line for line in (*sorted(lines), *froms) if not line.startswith("from autopipe")]
+    of_torch = [line for line in every if line.split()[1].partition(".")[0] in ("numpy", "torch")]
+    others = [line for line in every if line not in of_torch]
+    return "\n".join(["from __future__ import annotations", "", *others, "", *of_torch])
 
 
 def _docstring(loop: PlainLoop) -> str:
@@ -162,117 +124,31 @@ Written by `autopipe plain`. It does not import autopipe.
 """'''
 
 
-def _imports(loop: PlainLoop) -> str:
-    lines = ["import importlib.util", "import itertools", "import os", "import random", "import sys"]
-    lines += ["from collections.abc import Mapping", "", "import numpy as np", "import torch"]
-    lines += ["import torch.utils.checkpoint"] if loop.draws else []
-    lines += loop.divisor.imports if loop.divisor is not None else ()
-    lines += ["from torch.utils import _pytree as pytree"]
-    lines += ["from torch.utils._python_dispatch import TorchDispatchMode"] if loop.draws else []
-    return "\n".join(dict.fromkeys(line for line in lines if line)).replace("import numpy", "\nimport numpy")
-
-
 def _constants(loop: PlainLoop) -> str:
-    lines = [
-        f"SEED, STEPS, MICROBATCHES = {loop.seed}, {loop.steps}, {loop.microbatches}",
-        f"torch.set_num_threads({loop.threads})  # another number of threads adds in another order",
-    ]
-    if loop.batch_size is not None:
-        lines.insert(1, f"BATCH_SIZE = {loop.batch_size}")
-    if loop.dimensions:
-        lines.insert(1, f"DIMENSIONS = {dict(loop.dimensions)}  # tensor of a batch -> dimension of its samples")
-    if loop.device != "cpu":
-        lines.insert(1, f"DEVICE = {loop.device!r}")
-    if loop.staleness is not None:
-        lines.insert(1, f"STALENESS = {_literal(loop.staleness)}  # age of the weights of a gradient, in steps")
+    lines = [f"SEED, STEPS, MICROBATCHES = {loop.seed}, {loop.steps}, {loop.microbatches}"]
+    lines += [f"BATCH_SIZE = {loop.batch_size}"] if loop.batch_size is not None else []
+    lines += [f"DEVICE = {loop.device!r}"] if loop.device != "cpu" else []
+    lines += [f"torch.set_num_threads({loop.threads})  # another number of threads adds in another order"]
     return "\n".join(lines)
 
 
-def _literal(staleness: int | Mapping[str, int]) -> str:
-    if isinstance(staleness, int):
-        return str(staleness)
-    rows = "".join(f"    {name!r}: {delta},\n" for name, delta in staleness.items())
-    return f"{{\n{rows}}}"
-
-
-def _shares(loop: PlainLoop) -> str:
-    """Return the functions that compute the weight of each microbatch."""
-    if loop.weighted:
-        return ""
-    if loop.divisor is None:
-        return '''
-def shares(parts, batch):
-    """Return the weight of each microbatch. The loss is a mean over samples."""
-    return [samples(part) / sum(map(samples, parts)) for part in parts]
-'''
-    divisor = loop.divisor
-    leaves = "".join(f"    {name} = leaves[{position}]\n" for position, name in divisor.names.items())
-    body = "".join(f"    {line}\n" if line else "\n" for line in divisor.body)
-    read = "    leaves = pytree.tree_leaves(batch)\n" if leaves else ""
-    text = f'''
-def divisors(batch):
-    """Return the divisor of each term of the loss."""
-{read}{leaves}{body}    numbers = [float(number) for number in {divisor.results}]
-    return [int(number) if number.is_integer() else number for number in numbers]
-
-
-def shares(parts, batch):
-    """Return the weight of each microbatch: the divisor of its loss, relative to that of the whole batch."""
-    each = [divisors(part) for part in parts]
-    whole = {"[sum(terms) for terms in zip(*each)]" if loop.cut in ("hook", "whole") else "divisors(batch)"}
-    by_term = [[numbers[term] / total for numbers in each] for term, total in enumerate(whole) if total]
-    by_samples = [samples(part) / sum(map(samples, parts)) for part in parts]
-'''
-    if divisor.terms == 1 and not divisor.penalty:
-        return text + "    return by_term[0] if by_term else by_samples\n"
-    penalty = "    difference = max([difference, *(abs(sum(one) - 1) for one in by_term)])\n" if divisor.penalty else ""
-    return f"""{text}    if not by_term:
-        return by_samples
-    difference = max(abs(a - b) for one in by_term for other in by_term for a, b in zip(one, other))
-{penalty}    # if the terms disagree, weight by samples
-    return by_samples if difference > 1e-6 or by_samples in by_term else by_term[0]
-"""
-
-
-def _loss(loop: PlainLoop) -> str:
-    call = {
-        "dict": "output, target = model(**batch), batch",
-        "whole dict": "output, target = model(batch), batch",
-        "mapping": "(inputs, target) = batch\n    output = model(**inputs)",
-        "tuple": "(inputs, target) = batch\n    output = model(*inputs)",
-        "tuple and target": "(inputs, target) = batch\n    output = model(*inputs, target)",
-        "tensor": "(inputs, target) = batch\n    output = model(inputs)",
-        "tensor and target": "(inputs, target) = batch\n    output = model(inputs, target)",
-    }[loop.batch]
-    if loop.loss:
-        result = "return criterion(output, target)"
-    else:
-        result = (
-            "if isinstance(output, torch.Tensor):\n        return output\n"
-            "    if type(output) is tuple:\n"
-            "        return next(value for value in output if isinstance(value, torch.Tensor) and not value.dim())\n"
-            '    return output["loss"] if isinstance(output, Mapping) and "loss" in output else output.loss'
-        )
-    return f"def loss_of(batch):\n    {call}\n    {result}\n"
-
-
-def _training(loop: PlainLoop) -> str:
+def _subject(loop: PlainLoop) -> str:
+    """Return the statements that build what is trained."""
     loads = [f"{name} = load({_load_arguments(location)})" for name, location in loop.modules.items()]
-    lines = ["", "seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
+    lines = ["", f"refuse_missing_file(averages={bool(loop.ema)})"]
+    lines += ["seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
     lines += [
         *loop.setup,
         "seed_all(SEED)",
         f"model = {loop.build}",
         "if len({module.training for module in model.modules()}) == 1:  # otherwise keep the mode of each module",
+        "    model.train()",
     ]
-    lines += ["    model.train()"]
     lines += ["model.to(DEVICE)"] if loop.device != "cpu" else []
     lines += [f"criterion = {loop.loss}"] if loop.loss else []
     lines += ["criterion.to(DEVICE)"] if loop.own_loss and loop.device != "cpu" else []
     if loop.opaque:
-        lines += ["inside = Inside()", f"for path in {list(loop.opaque)!r}:"]
-        lines += ["    model.get_submodule(path).register_forward_pre_hook(inside.enter, prepend=True)"]
-        lines += ["    model.get_submodule(path).register_forward_hook(inside.leave, always_call=True)"]
+        lines += [f"OpaqueCalls(*(model.get_submodule(path) for path in {list(loop.opaque)!r}))"]
     lines += ["parameters = dict(model.named_parameters())"]
     if loop.own_loss:
         lines += [f"parameters.update(criterion.named_parameters(prefix={loop.own_loss.rstrip('.')!r}))"]
@@ -281,55 +157,128 @@ def _training(loop: PlainLoop) -> str:
     if loop.learning_rate is not None:
         lines += ["for group in optimizer.param_groups:", f"    group['lr'] = {loop.learning_rate!r}"]
     lines += [f"scheduler = {loop.scheduler}"] if loop.scheduler else []
-    stale = loop.staleness is not None
-    if stale:
-        lines += ["versions = {0: {name: parameter.data for name, parameter in parameters.items()}}"]
-    lines += ["averages = {}"] if loop.ema else []
-    lines += ["for step, batch in zip(range(STEPS), batches()):"]
-    return "\n".join([*lines, *(f"    {line}" if line else "" for line in _step(loop, stale=stale))]) + "\n"
+    return "\n".join(lines)
 
 
-def _step(loop: PlainLoop, *, stale: bool) -> list[str]:
-    lines = []
-    if stale:
-        delta = "STALENESS" if isinstance(loop.staleness, int) else "STALENESS.get(name, 0)"
-        lines += ["for name, parameter in parameters.items():"]
-        lines += [f"    parameter.data = versions[max(step - {delta}, 0)][name]"]
-    lines += ["total, weights, parts = 0.0, 0.0, split(batch)"]
-    loop_head = "for index, part in enumerate(parts):"
-    if not loop.weighted:
-        loop_head = "for index, (part, share) in enumerate(zip(parts, shares(parts, batch))):"
-    lines += [loop_head]
-    if loop.device != "cpu":
-        lines += ["    part = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(DEVICE), part)"]
-    contexts = ["Draws(step, index)"] if loop.draws else []
-    contexts += [f"torch.autocast({loop.device!r}, dtype={loop.autocast})"] if loop.autocast else []
-    result = "loss, weight = loss_of(part)" if loop.weighted else "loss = loss_of(part)"
-    lines += [f"    with {', '.join(contexts)}:", f"        {result}"] if contexts else [f"    {result}"]
+def _loss(loop: PlainLoop) -> str:
+    """Return the function that computes the loss of a microbatch."""
+    call = {
+        "dict": ["output, target = model(**batch), batch"],
+        "whole dict": ["output, target = model(batch), batch"],
+        "mapping": ["inputs, target = batch", "output = model(**inputs)"],
+        "tuple": ["inputs, target = batch", "output = model(*inputs)"],
+        "tuple and target": ["inputs, target = batch", "output = model(*inputs, target)"],
+        "tensor": ["inputs, target = batch", "output = model(inputs)"],
+        "tensor and target": ["inputs, target = batch", "output = model(inputs, target)"],
+    }[loop.batch]
     if loop.weighted:
-        lines += ["    weight = float(weight)", "    weights += weight", "    loss = loss * weight"]
+        call += ["loss, weight = criterion(output, target)"]
+    elif loop.loss:
+        call += ["loss, weight = criterion(output, target), None"]
     else:
-        lines += ["    loss = loss * share if share else torch.zeros(())  # with a share of 0, the loss is 0 / 0"]
-    lines += ["    if loss.requires_grad:", "        loss.backward()", "    total += float(loss.detach())"]
+        call += [
+            "loss, weight = output, None",
+            "if type(output) is tuple:",
+            "    loss = next(value for value in output if isinstance(value, torch.Tensor) and not value.dim())",
+            "elif not isinstance(output, torch.Tensor):",
+            '    loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output.loss',
+        ]
+    contexts = ["Draws(SEED, step, microbatch)"] if loop.draws else []
+    contexts += [f"torch.autocast({loop.device!r}, dtype={loop.autocast})"] if loop.autocast else []
+    lines = ["def loss_of(batch, step, microbatch):"]
+    if loop.device != "cpu":
+        lines += ["    batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(DEVICE), batch)"]
+    lines += [f"    with {', '.join(contexts)}:"] if contexts else []
+    lines += [f"{' ' * (8 if contexts else 4)}{line}" for line in call]
     if loop.weighted:
-        lines += ["for parameter in parameters.values():", "    if parameter.grad is not None:"]
-        lines += ["        parameter.grad /= weights or 1.0", "total /= weights or 1.0"]
-    if stale:
-        lines += ["for name, parameter in parameters.items():"]
-        lines += ["    parameter.data = versions[step][name].clone()"]
-    if loop.clip:
-        lines += [f"torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], {loop.clip!r})"]
-    lines += ["optimizer.step()", "optimizer.zero_grad(set_to_none=True)"]
-    lines += [f"{loop.after_step}(list(parameters.items()), step)"] if loop.after_step else []
-    if loop.ema:
-        lines += ["for name, parameter in parameters.items():"]
-        lines += ["    weight = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)"]
-        lines += ["    if name in averages:", f"        averages[name].lerp_(weight, 1 - {loop.ema!r})"]
-        lines += ["    else:", "        averages[name] = weight"]
-    lines += ["scheduler.step()"] if loop.scheduler else []
-    if stale:
-        most = "STALENESS" if isinstance(loop.staleness, int) else "max(STALENESS.values())"
-        lines += ["versions[step + 1] = {name: parameter.data for name, parameter in parameters.items()}"]
-        lines += [f"versions.pop(step - {most}, None)"]
-    lines += ['print(f"step {step + 1}: loss {total:.6f}")']
-    return lines
+        lines += ["    if not isinstance(weight, torch.Tensor):"]
+        lines += ["        weight = torch.full((), weight, dtype=loss.dtype, device=loss.device)"]
+    return "\n".join(["", *lines, "    return loss, weight"])
+
+
+_SAMPLES = {
+    "first": "    return samples_in(batch, first_dimensions(batch))",
+    "along": "    return samples_in(batch, DIMENSIONS)",
+    "target": """    leaves = pytree.tree_leaves(batch[1] if isinstance(batch, tuple) else batch)
+    return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())""",
+}
+"""By ``PlainLoop.counted``, the body of the function that counts the samples of a batch."""
+
+
+def _factors(loop: PlainLoop) -> str:
+    """Return the functions that split a batch, and compute the factor of each microbatch."""
+    text = ""
+    if loop.counted == "along":
+        text += f"\nDIMENSIONS = {dict(loop.dimensions)}  # tensor of a batch -> dimension of its samples\n\n"
+    if loop.cut == "hook":
+        text += """
+def microbatches_of(batch):
+    parts = users.split(batch, MICROBATCHES) if MICROBATCHES > 1 else [batch]
+    return [part if isinstance(part, Mapping) else tuple(part) for part in parts]
+
+"""
+    if loop.weighted or loop.cut == "whole":
+        return text
+    text += f"\ndef samples(batch):\n{_SAMPLES[loop.counted]}\n\n"
+    divisor = loop.divisor
+    if divisor is None:
+        return f"""{text}
+def factors(batch, microbatches):
+    return factors_of([samples(part) for part in microbatches])[0]
+"""
+    leaves = "".join(f"    {name} = leaves[{position}]\n" for position, name in divisor.names.items())
+    body = "".join(f"    {line}\n" if line else "\n" for line in divisor.body)
+    read = "    leaves = pytree.tree_leaves(batch)\n" if leaves else ""
+    return f"""{text}
+def divisors(batch):
+    # the divisor of each term of the loss
+{read}{leaves}{body}    numbers = [float(number) for number in {divisor.results}]
+    return [int(number) if number.is_integer() else number for number in numbers]
+
+
+def factors(batch, microbatches):
+    each = [divisors(part) for part in microbatches]
+    whole = {"[sum(terms) for terms in zip(*each)]" if loop.cut == "hook" else "divisors(batch)"}
+    return factors_of([samples(part) for part in microbatches], each, whole, penalty={divisor.penalty})[0]
+"""
+
+
+def _training(loop: PlainLoop) -> str:
+    """Return the statements that train."""
+    arguments = [
+        "model",
+        "parameters",
+        "loss_of",
+        "optimizer",
+        *(["scheduler"] if loop.scheduler else []),
+        *([f"scaler=torch.amp.GradScaler({loop.device!r})"] if loop.autocast == "torch.float16" else []),
+        *([f"staleness={_ages(loop.staleness)}"] if loop.staleness is not None else []),
+        *([f"clip={loop.clip!r}"] if loop.clip else []),
+        *([f"ema={loop.ema!r}"] if loop.ema else []),
+        *([f"after_step={loop.after_step}"] if loop.after_step else []),
+    ]
+    cut = {
+        "hook": "microbatches_of(batch)",
+        "whole": "[batch]",
+        "along": "split(batch, MICROBATCHES, DIMENSIONS)",
+        "first": "split(batch, MICROBATCHES, first_dimensions(batch))",
+    }[loop.cut]
+    factors = "()" if loop.weighted else "[1.0]" if loop.cut == "whole" else "factors(batch, microbatches)"
+    modules = '{"": model}'
+    if loop.own_loss:
+        modules = f'{{"": model, {loop.own_loss!r}: criterion}}'
+    return f"""loop = TrainingLoop({", ".join(arguments)})
+for step, batch in zip(range(STEPS), read_in_order(lambda: {loop.data}, SEED)):
+    microbatches = {cut}
+    loss = loop.train(microbatches, {factors})
+    print(f"step {{step + 1}}: loss {{loss:.6f}}")
+write_or_compare(loop, {modules})
+"""
+
+
+def _ages(staleness: int | Mapping[str, int]) -> str:
+    """Return the expression of the age of the weights of a gradient, in steps, by name of the parameter."""
+    if isinstance(staleness, int):
+        return f"dict.fromkeys(parameters, {staleness})"
+    rows = "".join(f"    {name!r}: {delta},\n" for name, delta in staleness.items())
+    return f"{{\n{rows}}}"

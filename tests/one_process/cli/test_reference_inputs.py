@@ -11,6 +11,7 @@ import torch
 
 from autopipe import draws
 from autopipe.ir.shares import Shares
+from autopipe.reference import minibatches
 from autopipe.runtime.step import shares
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.verify import full_batch
@@ -146,11 +147,9 @@ def test_train_sees_it_before_the_first_step(
 
 
 def test_own_seeds_are_those_of_the_definition() -> None:
-    from autopipe.verify.inputs import PlainDraws
-
     for where in [(0, 0, 0), (1, 2, 3), (2**63, 10**6, 17)]:
         for position in (0, 1, 99):
-            assert PlainDraws.seed(where, position) == draws.seed_of(*where, position)
+            assert minibatches.seed_of(*where, position) == draws.seed_of(*where, position)
 
 
 def test_own_statistics_have_the_mean_and_variance_of_the_minibatch(one_thread: None) -> None:

@@ -129,15 +129,15 @@ def off_factors(factors_of: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return switched_off
 
 
-@damages("verify.inputs", "PlainDraws.seed")
-def off_seeds(seed: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+@damages("reference.seeded_draws", "seed_of")
+def off_seeds(own: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Take the seeds of the ranks."""
 
-    def switched_off(where: tuple[int, int, int], position: int) -> Any:
+    def switched_off(*numbers: int) -> Any:
         from autopipe.draws import seed_of
 
         ran()
-        return seed_of(*where, position)
+        return seed_of(*numbers)
 
     return switched_off
 

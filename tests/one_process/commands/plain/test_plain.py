@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.models.opaque import write
-from support.pipelines import build, captured, captured_file, plan_for
+from support.pipelines import build, captured, captured_file, plan_for, profile_of
 from support.plain_scripts import compared, is_equal
 from support.warm.programs import run_warm
 
 from autopipe.commands.plain.plain import Subject, written
 from autopipe.commands.plain.script import script
 from autopipe.errors import RunError
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,6 +93,15 @@ def test_the_script_trains_the_weights_of_the_stages(name: str, schedule: str, t
 def test_a_sample_model_equals_its_script(sample: str, tmp_path: Path) -> None:
     subject = captured(sample)
     assert is_equal(compared(subject, plan_for(subject, 2, "1f1b", 3, 6), 3, tmp_path, clip_grad_norm=0.5))
+
+
+def test_a_script_scales_the_loss_in_float16(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL % {"loss": LOSSES["token mean"]})
+    workload = load_workload(LoadOptions(str(path), precision="fp16"))
+    subject = profile_of(workload, capture(workload, batch_size=5))
+    assert is_equal(compared(subject, plan_for(subject, 2, "1f1b", 4, 6), 4, tmp_path, clip_grad_norm=1.0))
+    assert "GradScaler" in (tmp_path / "loop.py").read_text()
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop"])
