@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -18,26 +18,29 @@ from autopipe.reference.minibatches import random_state, seed_of
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """The k-th random operation of a microbatch draws from ``seed_of(seed, step, microbatch, k)``.
 
+    Each of the ``opaque`` modules takes one draw, however often it draws, whose seed seeds the draws inside of it.
     Within it, functions under ``torch.utils.checkpoint`` run once: a second run would draw other numbers.
     """
 
-    current: Draws | None = None
-
-    def __init__(self, *where: int) -> None:
+    def __init__(self, *where: int, opaque: Iterable[nn.Module] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.where, self.count = where, 0
+        self.where, self.count, self.opaque = where, 0, tuple(opaque)
+        # how many opaque modules are being called, each by the one before
+        self.depth = 0
 
     def __enter__(self) -> Self:
         checkpoint: Any = torch.utils.checkpoint
         self.recomputing = checkpoint._checkpoint_without_reentrant_generator
         checkpoint._checkpoint_without_reentrant_generator = run_once
         checkpoint.CheckpointFunction.apply = staticmethod(lambda run, preserve, *args: run(*args))
-        Draws.current = self
+        self.hooks = [module.register_forward_pre_hook(self.enter_module, prepend=True) for module in self.opaque]
+        self.hooks += [module.register_forward_hook(self.leave_module, always_call=True) for module in self.opaque]
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in torch
-        Draws.current = None
+        for hook in self.hooks:
+            hook.remove()
         checkpoint: Any = torch.utils.checkpoint
         checkpoint._checkpoint_without_reentrant_generator = self.recomputing
         del checkpoint.CheckpointFunction.apply
@@ -58,38 +61,24 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
             (kwargs.get("generator") or torch).manual_seed(self.seed())
         return func(*args, **kwargs)
 
+    def enter_module(self, *_: Any) -> None:
+        """Seed the generators for an opaque module, unless another one calls it."""
+        self.depth += 1
+        if self.depth == 1:
+            seed = self.seed()
+            self.outside = self.where, self.count, random_state()
+            self.where, self.count = (seed, 0, 0), 0
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+
+    def leave_module(self, *_: Any) -> None:
+        """Return to the draws of the model."""
+        self.depth -= 1
+        if self.depth == 0:
+            self.where, self.count, state = self.outside
+            random_state(state)
+
 
 def run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Take the place of torch's generator that recomputes a function in backward."""
     yield
-
-
-class OpaqueCalls:
-    """An opaque module takes one draw, however often it draws; the seed of that draw seeds the draws inside of it."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.depth = 0
-        self.draws: Draws | None = None
-        for module in modules:
-            module.register_forward_pre_hook(self.enter, prepend=True)
-            module.register_forward_hook(self.leave, always_call=True)
-
-    def enter(self, *_: Any) -> None:
-        """Seed the generators, unless another opaque module calls this one."""
-        self.depth += 1
-        if self.depth > 1:
-            return
-        self.draws = Draws.current
-        if self.draws is not None:
-            seed = self.draws.seed()
-            self.before = self.draws.where, self.draws.count, random_state()
-            self.draws.where, self.draws.count = (seed, 0, 0), 0
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-
-    def leave(self, *_: Any) -> None:
-        """Return to the draws of the model."""
-        self.depth -= 1
-        if self.depth == 0 and self.draws is not None:
-            self.draws.where, self.draws.count, state = self.before
-            random_state(state)

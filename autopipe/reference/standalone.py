@@ -40,6 +40,8 @@ def write_or_compare(loop: TrainingLoop, modules: Mapping[str, nn.Module]) -> No
 
     ``modules``: by prefix of their names. With the argument ``--ema``, the averaged weights take the place of the last.
     """
+    if "--ema" in sys.argv and not loop.averages:
+        sys.exit("there are no averaged weights: no step was taken")
     weights: dict[str, torch.Tensor] = {}
     for prefix, module in modules.items():
         weights.update(module.state_dict(prefix=prefix))

@@ -8,6 +8,7 @@ gradients as a plan does: those of each microbatch go to the sum of its replica 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from autopipe.draws import seed_recurrent_layers
-from autopipe.reference.seeded_draws import Draws, OpaqueCalls
+from autopipe.reference.seeded_draws import Draws
 from autopipe.reference.training_loop import Loss, TrainingLoop
 from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
 from autopipe.runtime.step.shares import Divisors
@@ -35,7 +36,6 @@ class Subject:
         self.workload = workload
         self.model = workload.build_model().to(device)
         seed_recurrent_layers(self.model, device)
-        OpaqueCalls(*(self.model.get_submodule(path) for path in workload.spec.opaque_modules))
         # those that the optimizer steps
         self.parameters = dict(self.model.named_parameters())
 
@@ -53,7 +53,9 @@ class Subject:
 
     def loss(self, part: Any, draws: tuple[int, int, int] | None) -> Loss:
         """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None if the model draws nothing."""
-        with contextlib.nullcontext() if draws is None else Draws(*draws):
+        if draws is None:
+            return self.workload.loss(self.model, part)
+        with Draws(*draws, opaque=map(self.model.get_submodule, self.workload.spec.opaque_modules)):
             return self.workload.loss(self.model, part)
 
 
@@ -180,7 +182,7 @@ class _Loop(TrainingLoop):
         super().__init__(
             subject.model,
             subject.parameters,
-            self._loss_of,
+            functools.partial(_loss_of, subject, settings, device),
             optimizer,
             scheduler,
             scaler,
@@ -189,7 +191,7 @@ class _Loop(TrainingLoop):
             ema=settings.ema,
             after_step=subject.workload.after_step,
         )
-        self.subject, self.settings, self.device = subject, settings, device
+        self.subject, self.settings = subject, settings
         self.on_gradients = on_gradients
         self.sums = _Sums(subject, settings)
 
@@ -203,14 +205,6 @@ class _Loop(TrainingLoop):
     def train_on(self, item: Any) -> float:
         """Train on a minibatch, and return its loss."""
         return self.train(*self.microbatches(item))
-
-    def _loss_of(self, part: Any, step: int, index: int) -> Loss:
-        workload = self.subject.workload
-        if self.device is not None:
-            part = workload.with_leaves(part, {n: leaf.to(self.device) for n, leaf in workload.leaves(part).items()})
-        draws = (self.settings.seed, step, index) if self.settings.draws else None
-        with self.settings.within(), workload.explained(part):
-            return self.subject.loss(part, draws)
 
     def read_by_forward(self, name: str) -> Iterable[nn.Parameter]:
         """Return the tensor of each stage that reads the parameter."""
@@ -243,6 +237,17 @@ class _Loop(TrainingLoop):
         """Step, and update the deferred statistics."""
         super().update()
         self.sums.commit()
+
+
+def _loss_of(
+    subject: Subject, settings: PlainSettings, device: torch.device | None, part: Any, step: int, index: int
+) -> Loss:
+    """Return the loss of a microbatch."""
+    workload = subject.workload
+    if device is not None:
+        part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
+    with settings.within(), workload.explained(part):
+        return subject.loss(part, (settings.seed, step, index) if settings.draws else None)
 
 
 class _Sums:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from .damage.registry import VARIABLE
 from .warm.programs import AUTOPIPE, RUN, TORCH, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -70,11 +71,11 @@ def in_stages(
 ) -> Ended:
     """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise.
 
-    ``new``: by a new interpreter. ``read``: a file for the standard input of a new interpreter.
+    ``new``: by a new interpreter, as with damage. ``read``: a file for the standard input of a new interpreter.
     """
     variables = _environment(environment)
     arguments = ["run", str(script), "--gpus", str(stages), "--check", "0", *options, "--", *words]
-    if new or read is not None:
+    if new or read is not None or VARIABLE in variables:
         return _run([sys.executable, "-m", "autopipe.cli", *arguments], folder, variables, read)
     folder.mkdir(parents=True, exist_ok=True)
     done = run_warm(AUTOPIPE, *arguments, cwd=folder, env=variables, modules=RUN, timeout=SECONDS)

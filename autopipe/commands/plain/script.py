@@ -148,7 +148,7 @@ def _subject(loop: PlainLoop) -> str:
     lines += [f"criterion = {loop.loss}"] if loop.loss else []
     lines += ["criterion.to(DEVICE)"] if loop.own_loss and loop.device != "cpu" else []
     if loop.opaque:
-        lines += [f"OpaqueCalls(*(model.get_submodule(path) for path in {list(loop.opaque)!r}))"]
+        lines += [f"opaque = [model.get_submodule(path) for path in {list(loop.opaque)!r}]"]
     lines += ["parameters = dict(model.named_parameters())"]
     if loop.own_loss:
         lines += [f"parameters.update(criterion.named_parameters(prefix={loop.own_loss.rstrip('.')!r}))"]
@@ -183,7 +183,7 @@ def _loss(loop: PlainLoop) -> str:
             "elif not isinstance(output, torch.Tensor):",
             '    loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output.loss',
         ]
-    contexts = ["Draws(SEED, step, microbatch)"] if loop.draws else []
+    contexts = [f"Draws(SEED, step, microbatch{', opaque=opaque' if loop.opaque else ''})"] if loop.draws else []
     contexts += [f"torch.autocast({loop.device!r}, dtype={loop.autocast})"] if loop.autocast else []
     lines = ["def loss_of(batch, step, microbatch):"]
     if loop.device != "cpu":

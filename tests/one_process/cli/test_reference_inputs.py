@@ -184,3 +184,57 @@ def test_other_factors_are_a_fault_if_what_the_loss_divides_by_is_known(
     whole = {"w": wanted[0] * each[0]["w"] + wanted[1] * each[1]["w"]}
     fault = full_batch._fault(whole, each, (0.5, 0.5), 0.01, known)
     assert bool(fault) == refused
+
+
+SHARED = """
+import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.drop = nn.Linear(8, 4), nn.Dropout(0.3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number in torch.unique(chosen).tolist():
+            rows = (chosen == number).nonzero(as_tuple=True)[0]
+            out.index_add_(0, rows, self.drop(self.experts[number](x[rows])) * weight[rows, None])
+        return out
+
+
+EXPERTS = Experts().requires_grad_(False)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(8, 8), EXPERTS, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.experts(self.first(x)))
+
+
+def build_model():
+    return Model()
+
+
+def data(batch_size=12):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        yield torch.randn(batch_size, 8, generator=g), torch.randn(batch_size, 8, generator=g)
+
+
+loss = nn.MSELoss
+"""
+
+
+def test_an_opaque_module_that_all_builds_share_draws_the_same_numbers_in_each(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SHARED)
+    done = run("check", *COMMON)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    assert "depends on the data" in done.stderr  # why it runs as it is
+    assert "equal to plain training, to the last bit" in done.stdout
