@@ -9,6 +9,9 @@ import signal
 import sys
 import tempfile
 
+import pytest
+from support.slow import leave_two_thirds
+
 # in a background job or under nohup these signals are ignored, which every child inherits; tests that interrupt a
 # command need them
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -27,6 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the models are so small that a single rank would be the fastest plan; commands cut them into stages unless a test
 # requests otherwise
 os.environ["AUTOPIPE_REPLICAS"] = "never"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most of the long tables to `make test-all`."""
+    leave_two_thirds(items)
 
 
 def pytest_collection_finish() -> None:
