@@ -136,7 +136,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 def eval_command(terminal: Terminal, run: Path | None, **given: Any) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
-    The model file of the run is code. It is run if only you can write it and the run, or if you name it now.
+    The model file of the run is code, and it is run if only you can write it and the run, or if you name it now.
     """
     from autopipe.report import tables
 
@@ -157,7 +157,7 @@ def export_command(terminal: Terminal, run: Path | None, output: Path, **given: 
     The unmodified model loads it with strict=True. The reported number counts the names in the state_dict: a tied
     weight has two, a non-persistent buffer none. `check` counts each tensor once.
 
-    The model file of the run is code. It is run if only you can write it and the run, or if you name it now.
+    The model file of the run is code, and it is run if only you can write it and the run, or if you name it now.
     """
     from autopipe.report import tables
 
