@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 from support.documentation.pages import PAGES, ROOT, Block, blocks, missing_lines
+from support.slow import mostly_slow
 
 EXECUTED = [page for page in PAGES if any(block.runs and block.language == "sh" for block in blocks(page))]
 EXECUTED += [page for page in PAGES if page.name == "library.md"]
+# each command of a page imports torch: minutes for a guide. The first pages that a user reads come with every change
+LATER = {"library.md", "report.md", "cnn.md", "diffusion.md", "huggingface.md", "lora.md", "seq2seq.md"}
+SOONER = [page for page in EXECUTED if page.name not in LATER]
 LIMIT = 280  # seconds for a command
 STOPPED = 75  # the exit code of a run that was interrupted and has saved
 MISSING = {"lightning": "needs the package lightning, which the tests do not install"}
@@ -106,7 +110,7 @@ def skip_without_packages(page: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", mostly_slow(EXECUTED, SOONER), ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
     skip_without_packages(page)
     run_page(page, tmp_path)

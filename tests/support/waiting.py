@@ -19,8 +19,8 @@ def under_load(seconds: float) -> float:
 
 
 def wait_until(holds: Callable[[], object], seconds: float, why: Callable[[], object] = str) -> None:
-    """Wait until a condition holds. Raises: AssertionError with ``why()`` after so many seconds."""
-    end = time.monotonic() + seconds
+    """Wait until a condition holds. Raises: AssertionError with ``why()`` after so many seconds of an idle machine."""
+    end = time.monotonic() + under_load(seconds)
     while not holds():
         assert time.monotonic() < end, why()
         short_pause()

@@ -71,7 +71,8 @@ def test_a_rank_that_is_killed_with_the_token_does_not_stop_the_other_job(comman
     assert_gone(processes_in(commands.folder))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_sweep_of_jobs_that_share_a_device_goes_on(commands: Commands, number: signal.Signals) -> None:
     write_shared(commands.folder, steps=100, jobs=TWO + "checkpoint-every = 5\n")
     process = begun(commands)
