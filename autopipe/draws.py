@@ -100,15 +100,6 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
         self.position = first
         self.paused = False
 
-    @staticmethod
-    def seed(where: tuple[int, int, int], position: int) -> int:
-        """Return the seed of a draw. ``where``: (run seed, minibatch, microbatch)."""
-        return seed_of(*where, position)
-
-    def inside(self, position: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call of an opaque module at ``position``."""
-        return inside(self.where, position)
-
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         _ACTIVE.draws = (*_active(), self)
@@ -125,7 +116,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
         if self.paused or not is_random(func, args, kwargs):
             return func(*args, **kwargs)
         with _GENERATOR:
-            _reseed(self.seed(self.where, self.position), kwargs.get("generator"))
+            _reseed(seed_of(*self.where, self.position), kwargs.get("generator"))
             self.position += 1
             return func(*args, **kwargs)
 
@@ -239,19 +230,19 @@ def _active() -> tuple[Draws, ...]:
 
 
 @contextlib.contextmanager
-def inside(where: tuple[int, int, int], position: int, kind: type[Draws] = Draws) -> Iterator[None]:
+def inside(where: tuple[int, int, int], position: int) -> Iterator[None]:
     """Seed the generators of torch, Python and numpy for one call of an opaque module.
 
-    ``where``: (run seed, minibatch, microbatch); ``kind``: whose seeds. Python's and numpy's generators are restored
-    after the call, so that the shuffling of a data hook does not depend on the model.
+    ``where``: (run seed, minibatch, microbatch). Python's and numpy's generators are restored after the call, so that
+    the shuffling of a data hook does not depend on the model.
     """
-    seed = kind.seed(where, position)
+    seed = seed_of(*where, position)
     with _GENERATOR:  # Python's and numpy's generators belong to the whole process
         before = random.getstate(), np.random.get_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
-            with kind(seed, 0, 0), flat_checkpoints():
+            with Draws(seed, 0, 0), flat_checkpoints():
                 yield
         finally:
             random.setstate(before[0])
@@ -273,7 +264,7 @@ class _Entered:
             return
         position, self.draws.position = self.draws.position, self.draws.position + 1
         self._stack.enter_context(_suspended(self.draws))
-        self._stack.enter_context(self.draws.inside(position))
+        self._stack.enter_context(inside(self.draws.where, position))
 
     def leave(self, *_: Any) -> None:
         """Return to the positions of the complete model."""

@@ -28,20 +28,22 @@ def load(location: str, name: str = "", root: str = "") -> ModuleType:
     return module
 
 
-def refuse_missing_file(*, averages: bool) -> None:
-    """End the script before it trains if the file to compare with is missing."""
+def missing_file(*, averages: bool) -> str:
+    """Return the error if the file to compare with is missing, or ""."""
     for name in sys.argv[1:]:
         if not Path(name).is_file() and not (averages and name == "--ema"):
-            sys.exit(f"there is no file {name}: write it with `autopipe export RUN -o {name}`, or give no argument")
+            return f"there is no file {name}: write it with `autopipe export RUN -o {name}`, or give no argument"
+    return ""
 
 
-def write_or_compare(loop: TrainingLoop, modules: Mapping[str, nn.Module]) -> None:
+def written_or_compared(loop: TrainingLoop, modules: Mapping[str, nn.Module]) -> str | bool:
     """Write the weights to plain.pt, or compare them with the file that is the argument, bit for bit.
 
-    ``modules``: by prefix of their names. With the argument ``--ema``, the averaged weights take the place of the last.
+    Return the argument of ``sys.exit``: what was written, or whether a tensor differs. ``modules``: by prefix of their
+    names. With the argument ``--ema``, the averaged weights take the place of the last.
     """
     if "--ema" in sys.argv and not loop.averages:
-        sys.exit("there are no averaged weights: no step was taken")
+        return "there are no averaged weights: no step was taken"
     weights: dict[str, torch.Tensor] = {}
     for prefix, module in modules.items():
         weights.update(module.state_dict(prefix=prefix))
@@ -52,7 +54,7 @@ def write_or_compare(loop: TrainingLoop, modules: Mapping[str, nn.Module]) -> No
     files = [name for name in sys.argv[1:] if name != "--ema"]
     if not files:
         torch.save(weights, "plain.pt")
-        sys.exit("written: plain.pt")
+        return "written: plain.pt"
     if files[0].endswith(".safetensors"):
         from safetensors.torch import load_file
 
@@ -70,4 +72,4 @@ def write_or_compare(loop: TrainingLoop, modules: Mapping[str, nn.Module]) -> No
             difference = tensor.cpu().to(torch.complex128) - other.to(torch.complex128)
             sys.stdout.write(f"{name}: differs by {difference.abs().max()}\n")
     sys.stdout.write(f"{len(weights) - unequal} of {len(weights)} tensors are equal, bit for bit\n")
-    sys.exit(bool(unequal))
+    return bool(unequal)

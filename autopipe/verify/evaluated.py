@@ -22,9 +22,7 @@ def can_be_compared(workload: Workload, item: Any, settings: PlainSettings, devi
         before = {name: buffer.clone() for name, buffer in subject.buffers().items()}
         seeds = [settings.seed, settings.seed + 1] if settings.draws else [settings.seed]
         losses = [
-            evaluation(subject, one, replace(settings, seed=seed), device, workload)
-            for seed in seeds
-            for one in fresh([item])
+            evaluation(subject, one, replace(settings, seed=seed), device) for seed in seeds for one in fresh([item])
         ]
     except Exception as error:  # a user who never evaluates does not see it
         logger.info("evaluation is not compared: %s", error)
@@ -44,4 +42,4 @@ def plain_evaluation(
             if value is not None:
                 tensor.data = torch.empty_like(tensor).copy_(value) if value.layout is torch.strided else value
     (one,) = fresh([item])
-    return evaluation(subject, one, settings, device, workload)
+    return evaluation(subject, one, settings, device)

@@ -156,9 +156,7 @@ def plain_training(
     return PlainRun(subject, losses, loop.averages, optimizer, scheduler, scaler)
 
 
-def evaluation(
-    subject: Subject, item: Any, settings: PlainSettings, device: torch.device | None, workload: Workload
-) -> float:
+def evaluation(subject: Subject, item: Any, settings: PlainSettings, device: torch.device | None) -> float:
     """Return the loss of a minibatch in evaluation mode."""
     subject.model.eval()
     loop = _Loop(subject, replace(settings, order=None, deferred_batch_norm=False), device)

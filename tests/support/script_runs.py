@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .damage.registry import VARIABLE
-from .warm.programs import AUTOPIPE, RUN, TORCH, run_warm
+from .warm.programs import AUTOPIPE, TORCH, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 240
@@ -65,18 +65,17 @@ def in_stages(
     folder: Path,
     stages: int = 2,
     options: tuple[str, ...] = (),
-    new: bool = False,
     read: Path | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
     """Run ``autopipe run SCRIPT`` in a folder, without the check unless ``options`` say otherwise.
 
-    ``new``: by a new interpreter, as with damage. ``read``: a file for the standard input of a new interpreter.
+    ``read``: a file for the standard input of a new interpreter. With damage it is a new one, too.
     """
     variables = _environment(environment)
     arguments = ["run", str(script), "--gpus", str(stages), "--check", "0", *options, "--", *words]
-    if new or read is not None or VARIABLE in variables:
+    if read is not None or VARIABLE in variables:
         return _run([sys.executable, "-m", "autopipe.cli", *arguments], folder, variables, read)
     folder.mkdir(parents=True, exist_ok=True)
-    done = run_warm(AUTOPIPE, *arguments, cwd=folder, env=variables, modules=RUN, timeout=SECONDS)
+    done = run_warm(AUTOPIPE, *arguments, cwd=folder, env=variables, timeout=SECONDS)
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -294,7 +294,7 @@ def _divisor(subject: Subject, item: Any) -> DivisorText | None:
     imports = tuple(line for line in lines if line.startswith(("import ", "from ")) and "autopipe" not in line)
     results = _as_function_line(ast.unparse(last.value))
     future = tuple(line for line in imports if "__future__" not in line)
-    return DivisorText(future, names, tuple(body), results, len(last.value.elts), bool(fields["PENALTY"]))
+    return DivisorText(future, names, tuple(body), results, bool(fields["PENALTY"]))
 
 
 def _tensor_positions(item: Any) -> list[int]:

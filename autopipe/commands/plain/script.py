@@ -22,7 +22,6 @@ class DivisorText:
     names: Mapping[int, str]  # index among the leaves of a batch -> the variable of that leaf
     body: tuple[str, ...]  # lines that compute the results
     results: str  # a tuple with one expression per term of the loss
-    terms: int  # of the loss
     penalty: bool  # a term does not depend on the batch
 
 
@@ -135,7 +134,7 @@ def _constants(loop: PlainLoop) -> str:
 def _subject(loop: PlainLoop) -> str:
     """Return the statements that build what is trained."""
     loads = [f"{name} = load({_load_arguments(location)})" for name, location in loop.modules.items()]
-    lines = ["", f"refuse_missing_file(averages={bool(loop.ema)})"]
+    lines = ["", f"if message := missing_file(averages={bool(loop.ema)}):", "    sys.exit(message)"]
     lines += ["seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
     lines += [
         *loop.setup,
@@ -272,7 +271,7 @@ for step, batch in zip(range(STEPS), read_in_order(lambda: {loop.data}, SEED)):
     microbatches = {cut}
     loss = loop.train(microbatches, {factors})
     print(f"step {{step + 1}}: loss {{loss:.6f}}")
-write_or_compare(loop, {modules})
+sys.exit(written_or_compared(loop, {modules}))
 """
 
 

@@ -34,9 +34,8 @@ AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 MODULES = (
     *("torch", "torch._dynamo", "safetensors.torch"),
     *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
+    *("autopipe.commands.script", "autopipe.script.runner", "torch.utils.data"),
 )
-RUN = (*MODULES, "autopipe.commands.script", "autopipe.script.runner", "torch.utils.data")
-"""For ``autopipe run``."""
 TORCH = ("torch", "torch._dynamo", "numpy", "torch.utils.data")
 """For a script that is the reference of ``autopipe run``: nothing of autopipe."""
 SIMULATED = "SIMULATED_LIBRARY"
