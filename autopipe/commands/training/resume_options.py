@@ -15,9 +15,8 @@ option                              with ``--resume``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
@@ -31,9 +30,6 @@ from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
 from autopipe.schedules import REGISTRY
 from autopipe.workload import Workload
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
 
 _SHOWN = 4
 _FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-from)"
@@ -154,8 +150,8 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             where=str(source.directory),
             remedy=f"omit --lr; for other rates, {_FROM_WEIGHTS}",
         )
-    built = _trainings(prepared.workload, prepared.plan, 2)
-    first, second = (_edits(settings, trainings, source) for trainings in built)
+    hooks = _Hooks(prepared.workload, prepared.plan)
+    first, second = (edits(source, hooks.build, rates=settings.new_rate is None) for _ in range(2))
     # a value that differs from build to build, such as a time, is not an edit
     differences = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
     if differences:
@@ -165,6 +161,8 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             where=str(source.directory),
             remedy=f"restore the former optimizer (only --lr may change); or {_FROM_WEIGHTS}",
         )
+    for training in hooks.trainings:
+        tree_for(source, training)
     now = _options(settings, prepared.plan)
     return tuple(
         f"continuing with {text} {getattr(now, field)} (before: {getattr(recorded, field)})"
@@ -193,36 +191,30 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
     )
 
 
-def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Checkpoint) -> dict[str, str]:
-    """Compare every stage's optimizer with the checkpoint. Raises: RunError if its state is missing there."""
-    differences: dict[str, str] = {}
-    for training in trainings:
-        now = edits(source, training, rates=settings.new_rate is None)
-        differences.update(now)
-        if not now:
-            tree_for(source, training)
-    return differences
-
-
-def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training]]:
-    """Build the optimizers and schedulers of a plan's stages ``count`` times, over empty parameters if possible.
+class _Hooks:
+    """Builds optimizers and schedulers with the hooks, over empty parameters if possible.
 
     Raises: ModelFileError if the hooks fail.
     """
-    try:
-        named = dict(workload.build_model(empty=True).named_parameters())
-        return [_of_stages(workload, plan, named) for _ in range(count)]
-    except AutopipeError:
-        named = dict(workload.build_model().named_parameters())
-        return [_of_stages(workload, plan, named) for _ in range(count)]
 
+    def __init__(self, workload: Workload, plan: Plan) -> None:
+        self.workload = workload
+        try:
+            self.named = dict(workload.build_model(empty=True).named_parameters())
+            self.trainings = self._of_stages(plan)
+        except AutopipeError:
+            self.named = dict(workload.build_model().named_parameters())
+            self.trainings = self._of_stages(plan)
 
-def _of_stages(workload: Workload, plan: Plan, named: Mapping[str, Parameter]) -> list[Training]:
-    trainings = []
-    for stage in plan.stages:
-        copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}
-        owned = {name: p for name, p in named.items() if name in stage.parameters and name not in copies}
-        optimizer = workload.optimizer(list(owned.items()))
-        if optimizer is not None:
-            trainings.append(Training(owned, optimizer, workload.scheduler(optimizer)))
-    return trainings
+    def build(self, owned: Sequence[str]) -> Training | None:
+        """Build for the parameters that a stage steps."""
+        parameters = {name: self.named[name] for name in owned if name in self.named}
+        optimizer = self.workload.optimizer(list(parameters.items()))
+        return None if optimizer is None else Training(parameters, optimizer, self.workload.scheduler(optimizer))
+
+    def _of_stages(self, plan: Plan) -> list[Training]:
+        trainings = []
+        for stage in plan.stages:
+            copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}
+            trainings.append(self.build([n for n in self.named if n in stage.parameters and n not in copies]))
+        return [training for training in trainings if training is not None]

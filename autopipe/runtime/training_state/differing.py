@@ -10,7 +10,7 @@ import torch
 from autopipe import sparse
 from autopipe.bits import same_bits
 from autopipe.runtime.training_state.describe import Description
-from autopipe.runtime.training_state.nodes import SEQUENCES, Node, kind_of
+from autopipe.runtime.training_state.nodes import SEQUENCES, Node, groups_of, is_per_group, kind_of
 
 _TENSORS = ("tensor", "array", "generator")
 ABSENT: Node = {"is": "absent"}
@@ -25,14 +25,13 @@ def differing(part: Description, whole: Description, names: Collection[str]) -> 
     """
     for root, node in part.tree.items():
         if root in whole.tree:
-            yield from _Pair(part.tensors, whole.tensors, names).nodes(node, whole.tree[root], root)
+            yield from _Pair(part, whole, names).nodes(node, whole.tree[root], root)
 
 
 class _Pair:
-    def __init__(
-        self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: Collection[str]
-    ) -> None:
-        self.ours, self.theirs, self.names = ours, theirs, names
+    def __init__(self, part: Description, whole: Description, names: Collection[str]) -> None:
+        self.ours, self.theirs, self.names = part.tensors, whole.tensors, names
+        self.groups_of_both = [groups_of(state.tree.get("optimizer")) for state in (part, whole)]
 
     def nodes(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
         kind, other = kind_of(one), kind_of(two)
@@ -51,11 +50,7 @@ class _Pair:
             elif "name" not in one and "name" not in two and {**one, "shape": 0} != {**two, "shape": 0}:
                 yield path, one, two  # described without values; a member of a team has a part of each tensor
         elif kind in SEQUENCES:
-            if len(one["items"]) != len(two["items"]):
-                yield path, one, two
-                return
-            for index, (ours, theirs) in enumerate(zip(one["items"], two["items"], strict=True)):
-                yield from self.nodes(ours, theirs, f"{path}[{index}]")
+            yield from self.sequence(one, two, path)
         elif kind in ("dict", "state") and one["class"] != two["class"]:
             yield path, one, two
         elif kind in ("dict", "state"):
@@ -73,6 +68,19 @@ class _Pair:
             yield from self.nodes(value, before[key], path)
         else:
             yield path, value, ABSENT
+
+    def sequence(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
+        lengths = [len(node["items"]) for node in (one, two)]
+        places = [[index] for index in range(lengths[0])]
+        if is_per_group(path, lengths, [len(groups) for groups in self.groups_of_both]):
+            ours, theirs = self.groups_of_both
+            places = [[at for at, names in enumerate(theirs) if not set(group).isdisjoint(names)] for group in ours]
+        elif lengths[0] != lengths[1]:
+            yield path, one, two
+            return
+        for index, entries in enumerate(places):
+            for at in entries:
+                yield from self.nodes(one["items"][index], two["items"][at], f"{path}[{index}]")
 
     def by_parameter(self, one: Node, two: Node, path: str) -> Iterator[tuple[str, Any, Any]]:
         ours, theirs = (dict(node["items"]) if kind_of(node) == "by_parameter" else {} for node in (one, two))

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopipe.runtime.training_state.nodes import LIVE, SEQUENCES, Node, children, kind_of
+from autopipe.runtime.training_state.nodes import LIVE, SEQUENCES, Node, groups_of, is_per_group, kind_of
 from autopipe.runtime.training_state.restore import MisfitError
 
 SameTensor = Callable[[str, str], bool]
 Unread = Callable[[str], bool]
-_PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,6 @@ class Source:
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer."""
         return groups_of(self.tree["optimizer"])
-
-
-def groups_of(node: Node) -> list[list[str]]:
-    """Return the parameters of each group of a described optimizer, or of the first optimizer nested in it."""
-    if kind_of(node) == "groups":
-        return [group["params"] for group in node["groups"]]
-    return next((groups for child in children(node) if (groups := groups_of(child))), [])
 
 
 def merge(
@@ -168,13 +160,9 @@ class _Merger:
 
     def per_group(self, items: Sequence[Sequence[Node]], live: int | None, path: str) -> list[Node] | None:
         """Return the entries of a list by the groups of the new stage. None: it does not have one entry per group."""
-        counts = [len(groups) for groups in self.membership]
-        if not self.groups or [len(entries) for entries in items] != counts:
-            return None
-        if live is not None and live != len(self.groups):
-            return None
-        varies = len({*counts, len(self.groups)}) > 1
-        if not varies and path.rpartition(".")[2] not in _PER_GROUP:
+        counts = [*(len(groups) for groups in self.membership), len(self.groups)]
+        lengths = [*(len(entries) for entries in items), counts[-1] if live is None else live]
+        if not is_per_group(path, lengths, counts):
             return None
         entries = []
         for index, group in enumerate(self.groups):

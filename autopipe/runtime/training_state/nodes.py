@@ -27,7 +27,8 @@ live                use what the hook builds; no checkpoint has it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Node = Any
@@ -74,6 +75,24 @@ def children(node: Node) -> Iterator[Node]:
         yield node["state"]
 
 
+def groups_of(node: Node) -> list[list[str]]:
+    """Return the parameters of each group of a described optimizer, or of the first optimizer nested in it."""
+    if kind_of(node) == "groups":
+        return [group["params"] for group in node["groups"]]
+    return next((groups for child in children(node) if (groups := groups_of(child))), [])
+
+
+def is_per_group(path: str, lengths: Sequence[int], counts: Sequence[int]) -> bool:
+    """Return whether sequences at a path of several states have one entry for each group of their optimizers.
+
+    ``counts``: the numbers of groups. Equal numbers do not tell, so only the lists of torch's schedulers count then.
+    """
+    if 0 in counts or list(lengths) != list(counts):
+        return False
+    return len(set(counts)) > 1 or re.findall(r"\w+", path)[-1] in _PER_GROUP
+
+
+_PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 SEQUENCES = ("list", "tuple", "size", "set", "frozenset", "deque")
 PAIRS = {"dict": "items", "by_parameter": "items", "state": "attributes"}
 """Kind -> the field that has pairs of a key and a node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,12 @@ from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.differing import ABSENT, differing
 from autopipe.runtime.training_state.earlier_format import upgraded
-from autopipe.runtime.training_state.merge import Source, groups_of, merge
+from autopipe.runtime.training_state.merge import Source, merge
 from autopipe.runtime.training_state.nodes import (
+    SEQUENCES,
     Node,
     UnstorableError,
+    groups_of,
     malformed,
     tensor_names,
 )
@@ -198,26 +200,24 @@ def _misfit(error: MisfitError, checkpoint: Checkpoint) -> RunError:
 # -- changes of the hooks since the run began --------------------------------------------------------------------------
 
 
-def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[str, str]:
+def edits(checkpoint: Checkpoint, build: Callable[[Sequence[str]], Training | None], *, rates: bool) -> dict[str, str]:
     """Return the differences between what the hooks build now and at the start: path -> "was 0.1 and is 0.3".
 
-    A group of parameters is compared with those that had them at the start. Any other value must differ from that of
-    every stage of the run. ``rates``: compare learning rates too. False if a new one was given.
+    ``build``: returns what the hooks build for the parameters of a stage of the run, None for no optimizer. ``rates``:
+    compare learning rates, too. False if a new one was given.
     """
-    stored = _stored(checkpoint)
-    live = training.initial()
-    for root in ("optimizer", "scheduler"):
-        before = any(root in stage.initial for stage in stored)
-        if stored and before != (root in live):
-            return {f"the {root}": "was there and is not" if before else "was not there and is"}
-    same = [stage for stage in stored if _has_groups(stage.initial, live)]
-    of_stages = [_edits(stage.initial, live, training.owned) for stage in same or stored]
-    edited = {path: text for each in of_stages for path, text in each.items()}
+    differences: dict[str, str] = {}
+    for stage in _stored(checkpoint):
+        training = build(stage.owned)
+        live = {} if training is None else training.initial()
+        for root in ("optimizer", "scheduler"):
+            if (root in stage.initial) != (root in live):
+                return {f"the {root}": "was not there and is" if root in live else "was there and is not"}
+        differences |= _edits(stage.initial, live, stage.owned)
     return {
         path: text
-        for path, text in edited.items()
-        if (path.startswith("optimizer.param_groups[") or all(path in each for each in of_stages))
-        and (rates or not path.endswith(tuple(f"[{rate!r}]" for rate in _RATES)))
+        for path, text in differences.items()
+        if rates or not path.endswith(tuple(f"[{rate!r}]" for rate in _RATES))
     }
 
 
@@ -234,5 +234,7 @@ def _edits(before: Mapping[str, Node], now: Mapping[str, Node], owned: Collectio
 def _shown(node: Node) -> str:
     if not isinstance(node, dict):
         return repr(node)
+    if node["is"] in SEQUENCES:
+        return f"a {node['is']} of {len(node['items'])}"
     text = str(node.get("class") or node.get("name") or node.get("value") or node["is"])
     return text.rpartition(".")[2] if node["is"] == "state" else text

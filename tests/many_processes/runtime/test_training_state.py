@@ -91,3 +91,46 @@ def test_an_elastic_run_keeps_its_optimizer_state(commands: Commands, tmp_path: 
     assert [restart["ranks"] for restart in document["restarts"]] == [2]
     commands.run(*training(3, steps=30, run="whole"))
     assert_same(commands, "whole", "run")
+
+
+# the first of two stages has no biases, so that its optimizer has one group
+WEIGHTS_FIRST = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def build_model():
+    return Net()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randn(batch_size, 64, generator=g), torch.randn(batch_size, 1, generator=g)
+"""
+
+
+def test_a_stage_with_fewer_groups_equals_the_whole_and_resumes(commands: Commands, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(WEIGHTS_FIRST + HOOKS)
+    stages = "--replicas", "never", "--num-microbatches", "4"
+    assert commands.document("check", "model.py", "--gpus", "2", *stages)["bitwise"]
+    commands.run(*training(1, steps=7, run="whole"))
+    commands.run(*training(1, steps=6, run="run"))
+    resume = ("train", "model.py", "--device", "cpu", "--run-dir", "run", "--resume", "--steps", "7", "--gpus", "2")
+    path.write_text((WEIGHTS_FIRST + HOOKS).replace('"lr": 0.2', '"lr": 0.3'))
+    _, err = commands.run(*resume, *stages, code=1)
+    assert "optimizer.param_groups[1]['initial_lr'] was 0.2 and is 0.3" in err
+    path.write_text(WEIGHTS_FIRST + HOOKS)
+    commands.run(*resume, *stages)
+    assert_same(commands, "whole", "run")
