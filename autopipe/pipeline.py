@@ -21,7 +21,7 @@ from autopipe.errors import RunError
 from autopipe.options import commands as table
 
 if TYPE_CHECKING:
-    from autopipe.commands.loop.steps import Steps
+    from autopipe.commands.loop import Steps
     from autopipe.commands.settings import Events, Progress, StopEvent
     from autopipe.report.results import (
         CheckReport,
@@ -199,8 +199,7 @@ class Pipeline:
 
         Raises: RunError for an option that such a training cannot have. The loop raises what ``train`` raises.
         """
-        from autopipe.commands.loop.options import refuse_options
-        from autopipe.commands.loop.steps import Steps
+        from autopipe.commands.loop import Steps, refuse_options
 
         refuse_options(options)
         self._merged(options, table.TrainOptions)  # an invalid value is an error here, not in the loop
@@ -220,7 +219,7 @@ class Pipeline:
         devices: Sequence[int],
         **options: Unpack[table.TrainOptions],
     ) -> TrainResult:
-        from autopipe.commands.loop.options import options_of
+        from autopipe.commands.loop import options_of
 
         given = options_of(self._merged(options, table.TrainOptions), first)
         return self._trained(given, on_event, stop, devices, address)
@@ -235,7 +234,7 @@ class Pipeline:
     ) -> TrainResult:
         """Train with options that are merged. ``loop``: as in ``TrainSettings``."""
         from autopipe.commands.training import runs
-        from autopipe.commands.training.placement import placed
+        from autopipe.commands.training.external_ranks import placed
 
         launch = settings_of.launch_settings(given)
         if launch.name not in _IN_PROCESS:

@@ -95,22 +95,22 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
     if not settings.launch.dry_run:
         preload()  # before torch is imported here
-    from autopipe.commands.training import together
-    from autopipe.commands.training.placement import placed, rehearse
+    from autopipe.commands.training import external_ranks
+    from autopipe.commands.training.external_ranks import placed, rehearse
 
-    settings = together.with_identity(settings, os.environ)
+    settings = external_ranks.with_identity(settings, os.environ)
     if settings.launch.dry_run:
         launching.show(terminal, rehearse(settings))
         return 0
-    if together.is_follower(settings):
+    if external_ranks.is_follower(settings):
         terminal.json = False  # rank 0 prints the one document
-        return together.follow(settings)
+        return external_ranks.follow(settings)
     from autopipe.commands.training import runs
     from autopipe.report import training
 
     from .live import watching
 
-    with together.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
+    with external_ranks.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
         result = runs.train(placed(led), events, rendezvous)
     terminal.table(*training.tables_of(result))
     terminal.document("train", result)

@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopipe import sparse
-from autopipe.commands.finished import find_run, model_of
 from autopipe.commands.settings import EXPORT_FORMATS, ExportSettings, ModelSettings
-from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
+from autopipe.commands.stored_runs import find_run, model_of
+from autopipe.commands.training.checkpoints import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.report.results import ExportResult

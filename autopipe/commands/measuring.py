@@ -16,7 +16,7 @@ from autopipe.commands.apart.child import Link
 from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
-from autopipe.commands.planning.sizes import (
+from autopipe.commands.planning.request import (
     COUNTED_SIZES,
     MICROBATCH_SIZES,
     NO_SIZES,

@@ -21,9 +21,8 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
 from autopipe.planning.baselines import compare_plan, explain_plan
-from autopipe.planning.cost.predict import schedule_of
-from autopipe.planning.cost.run_costs import RunCosts
-from autopipe.planning.space import Space
+from autopipe.planning.cost.predict import RunCosts, schedule_of
+from autopipe.planning.search_space import Space
 from autopipe.planning.teams import on_cluster
 from autopipe.report.page import Subject, page_of, render
 from autopipe.report.page.curves import history_of

@@ -215,7 +215,7 @@ class TrainSettings:
     compile: bool | None = None  # compile the stages; None: as in the resumed run, else not
     on_step: str | Callable[..., Any] | None = None  # a TARGET or a function; None: that of the model file
     on_evaluate: str | Callable[..., Any] | None = None  # the same
-    loop: str = ""  # the socket of ``commands.loop.server`` that gives the minibatches; "": the data of the model
+    loop: str = ""  # the socket of ``commands.loop`` that gives the minibatches; "": the data of the model
     log: tuple[str, ...] = ()  # other tools that record the metrics, of ``LOGGERS``
 
     @property

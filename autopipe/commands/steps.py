@@ -17,8 +17,7 @@ from autopipe.commands.measuring import ensure_profile, measure_anew
 from autopipe.commands.models import Model, counted_if_too_large, keeps_decisions, load_model
 from autopipe.commands.planning import questions
 from autopipe.commands.planning.choose import batch_of, choose_plan, ensure_plan, with_averages
-from autopipe.commands.planning.request import request_of
-from autopipe.commands.planning.sizes import Sizes
+from autopipe.commands.planning.request import Sizes, request_of
 from autopipe.commands.planning.teams import with_team
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import (
@@ -43,7 +42,7 @@ from autopipe.measure.on_device import described_as
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import ASSUMED_HOSTS
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.scores import few_cuts_of_estimate
+from autopipe.planning.simulated_scores import few_cuts_of_estimate
 from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
 from autopipe.units import in_bandwidth, in_gib

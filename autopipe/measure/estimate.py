@@ -1,7 +1,7 @@
 """``estimate``: bytes, operations and traffic of the nodes, without memory for any tensor and without a clock.
 
 Every node runs once on fake tensors, which have a shape but no data. The planner computes the times from the datasheet
-of a device (``planning.cost.roofline``). A model that is larger than this machine's memory can be planned this way.
+of a device (``planning.cost.datasheets``). A model that is larger than this machine's memory can be planned this way.
 """
 
 from __future__ import annotations

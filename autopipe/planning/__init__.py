@@ -28,13 +28,12 @@ Plans are deterministic: no loop runs over a set.
 
 from __future__ import annotations
 
-from autopipe.planning.api import make_best_plan, make_plan
-from autopipe.planning.cluster_file import read_cluster, uniform_cluster
+from autopipe.planning.api import SearchProgress, make_best_plan, make_plan
+from autopipe.planning.clusters import read_cluster, uniform_cluster
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.explain import Explanation, explain
 from autopipe.planning.options import PlanOptions
-from autopipe.planning.search.progress import SearchProgress
 
 __all__ = [
     "Comparison",

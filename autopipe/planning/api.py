@@ -6,14 +6,15 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from autopipe.errors import PlanError, ScheduleError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning.build import build_plan, unreplicated_choices
-from autopipe.planning.cost.sized import cuts_of, work_seconds
+from autopipe.planning.cost.tables import cuts_of, work_seconds
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import (
     check_microbatches,
@@ -23,11 +24,9 @@ from autopipe.planning.refusals import (
     microbatch_count,
 )
 from autopipe.planning.search.alternatives import Score, best_by_score
-from autopipe.planning.search.banded import best_cuts
 from autopipe.planning.search.few_cuts import cuts_to_search
 from autopipe.planning.search.problem import Problem, check_cluster
-from autopipe.planning.search.progress import SearchProgress
-from autopipe.planning.search.unreplicated import unreplicated_cuts
+from autopipe.planning.search.unreplicated import best_cuts, unreplicated_cuts
 from autopipe.planning.spilled.search import SpilledSearch
 
 MOST_MICROBATCH_SIZES = 8
@@ -323,3 +322,22 @@ def _divided_by_need(problem: Problem) -> Problem | None:
     needs = tuple(float(problem.overflow_table(k, stages)[pair]) + problem.limit(k) for k, pair in enumerate(pairs))
     divided = dataclasses.replace(problem, needs=needs)
     return divided if all(need <= divided.limit(k) for k, need in enumerate(needs)) else None
+
+
+def _ignore(what: str, fraction: float) -> None:
+    """Discard progress."""
+
+
+@dataclass(slots=True)
+class SearchProgress:
+    """The progress of one search."""
+
+    report: Callable[[str, float], None] = _ignore  # called with (description of the problem, fraction done)
+    stopped: bool = False  # an interrupt ended the search early, with the best plan so far
+    tried: int = 0  # problems solved
+    total: int = 0  # problems to solve, estimated
+
+    def next(self, what: str) -> None:
+        """Report the next problem."""
+        self.report(what, self.tried / self.total if self.total else 0.0)
+        self.tried += 1

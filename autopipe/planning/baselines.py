@@ -10,9 +10,9 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.cost.peaks import search_within_memory
-from autopipe.planning.scores import simulator_score
-from autopipe.planning.space import Space, takes_replicas, with_1f1b, with_replicas
-from autopipe.planning.spilled.offer import comparison_of_spilled
+from autopipe.planning.search_space import Space, takes_replicas, with_1f1b, with_replicas
+from autopipe.planning.simulated_scores import simulator_score
+from autopipe.planning.spilled.explain import comparison_of_spilled
 
 
 def compare_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:

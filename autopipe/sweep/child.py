@@ -25,7 +25,7 @@ from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.training import runs
-from autopipe.commands.training.resuming import newest_intact
+from autopipe.commands.training.checkpoints import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError, RunError
 from autopipe.ir import decoding
 from autopipe.launch.rank.worker import redirect_output

@@ -110,8 +110,7 @@ def section_errors(work: Path) -> list[str]:
 
     from autopipe.ir import artifact
     from autopipe.ir.profile import Profile
-    from autopipe.planning.cost.datasheets import Datasheet
-    from autopipe.planning.cost.roofline import on_datasheet
+    from autopipe.planning.cost.datasheets import Datasheet, on_datasheet
 
     torch.set_num_threads(1)
     a, large, target = torch.randn(1024, 1024), torch.zeros(1 << 24), torch.ones(1 << 24)

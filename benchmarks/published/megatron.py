@@ -5,7 +5,7 @@ arXiv:2104.04473). Microbatch sizes and stages per rank are those of ``run_table
 ``examples/academic_paper_scripts/sc21``. Selene has hosts of 8 A100-80GB and a 200 Gbit/s port per GPU.
 
 Nothing is fitted to the published figures. Operations and bytes of a GPT follow from its sizes; times follow from
-autopipe's own assumptions for devices that are not measured (``planning.cost.roofline``, ``planning.clusters``). The
+autopipe's own assumptions for devices that are not measured (``planning.cost.datasheets``, ``planning.clusters``). The
 bytes that a layer keeps for its backward are those of arXiv:2205.05198, section 4. Fused kernels are assumed: a
 softmax, a bias with GELU, and a bias with dropout and residual are one pass each.
 
@@ -24,8 +24,7 @@ from autopipe.ir.profile import COUNTED, Device, Measurement, NodeCost, NodeWork
 from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning.clusters import GPU_LATENCY_SECONDS, LINK_SHARE, NETWORK_LATENCY_SECONDS, usable_gpu_bytes
-from autopipe.planning.cost.datasheets import datasheet
-from autopipe.planning.cost.roofline import on_datasheet
+from autopipe.planning.cost.datasheets import datasheet, on_datasheet
 from autopipe.planning.teams import ring_seconds
 
 SHEET = datasheet("A100-80GB")

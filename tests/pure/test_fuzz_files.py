@@ -24,7 +24,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cluster_file import parse_cluster, read_cluster
+from autopipe.planning.clusters import parse_cluster, read_cluster
 from autopipe.planning.requests import PlanRequest
 from autopipe.runtime.job import Job
 

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of messages and all-reduces between two ranks, over the runtime's transport.
+"""Latency and bandwidth of messages and all-reduces between two ranks, and of copies between host and device.
 
 A message of n bytes takes ``latency + n / bandwidth`` in this model: the latency is measured with a message of four
 bytes, the bandwidth from the difference between a small and a large one. Figures are medians over rounds. Over NCCL,
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from autopipe.commands.calibration.host_copies import host_bandwidth
 from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, Channel
 from autopipe.ir.cluster import Level, Links
+from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch import env
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory
 from autopipe.launch.rank.forked import END_SECONDS, preload
@@ -34,6 +34,8 @@ from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.remote import network
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.request import LOOPBACK, LaunchSettings
+from autopipe.runtime.checkpoint.host_buffer import HostBuffer
+from autopipe.runtime.spilling.copies import lane_of
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
@@ -55,7 +57,9 @@ class Sizes:
 
 THROUGH_HOST = Sizes(256 * 2**10, 16 * 2**20, 15)
 OVER_NCCL = Sizes(2**20, 512 * 2**20, 20)
-WARM_UP = 3
+_WARM_UP = 3
+_COPY_ROUNDS = 7
+_COPY_WARM_UP = 2
 TIMEOUT_SECONDS = 120.0
 _PAIR = (0, 1)
 
@@ -181,7 +185,7 @@ def _measure(end: _End) -> dict[str, str | float]:
 
     figures = figures_of(ping, add_up, where, transport, OVER_NCCL if use_nccl else THROUGH_HOST)
     transport.barrier()
-    between = {"host_bandwidth": host_bandwidth(where)} if rank == 0 else {}
+    between = {"host_bandwidth": _host_bandwidth(where)} if rank == 0 else {}
     transport.barrier()
     transport.close()
     return {"device_kind": where.type, **figures, **between}
@@ -219,16 +223,40 @@ def _seconds(
     tensor = torch.zeros(size // 4, device=device)
     times = []
     transport.barrier()
-    for _ in range(WARM_UP + rounds):
+    for _ in range(_WARM_UP + rounds):
         start = time.perf_counter()
         exchange(tensor)
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM_UP:])
+    return statistics.median(times[_WARM_UP:])
 
 
 def _slope(seconds: dict[int, float], sizes: Sizes) -> float:
     """Return bytes per second, from the difference of the two messages; from the large one if noise exceeds it."""
     more = seconds[sizes.large] - seconds[sizes.small]
     return (sizes.large - sizes.small) / more if more > 0 else sizes.large / seconds[sizes.large]
+
+
+def _host_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second of a copy in one direction, while another one runs in the other direction.
+
+    On a CPU, both copies are within its memory.
+    """
+    size = 2**28 if device.type == "cuda" else 2**25
+    hosts = [HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
+    there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    for host in hosts:
+        host.bytes.zero_()
+    lanes = [lane_of(device, None) for _ in range(2)]
+    pairs = (there[0], hosts[0].bytes), (hosts[1].bytes, there[1])
+    times = []
+    for _ in range(_COPY_WARM_UP + _COPY_ROUNDS):
+        start = time.perf_counter()
+        copies = [lane.copy(Instruction(Op.LOAD, 0, 0), [pair], []) for lane, pair in zip(lanes, pairs, strict=True)]
+        for copy in copies:
+            copy.synchronize()
+        times.append(time.perf_counter() - start)
+    for lane in lanes:
+        lane.close()
+    return size / statistics.median(times[_COPY_WARM_UP:])

@@ -20,20 +20,19 @@ from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
+from autopipe.commands.checking.full_batch import compared_with_the_whole, refusal_of_weights
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
-from autopipe.commands.checking.whole import compared_with_the_whole, refusal_of_weights
 from autopipe.commands.locks import only_one
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
-from autopipe.commands.training.lookahead import covered, first_minibatches
-from autopipe.commands.training.reread import refuse_changed_data
+from autopipe.commands.training.lookahead import covered, first_minibatches, refuse_changed_data
 from autopipe.commands.users_files import digest_of_file, users_files, versions
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.artifact import digest
-from autopipe.planning.cost.run_costs import RunCosts
+from autopipe.planning.cost.predict import RunCosts
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.runtime.compiled import refuse_uncompilable

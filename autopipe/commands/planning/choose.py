@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.commands.planning.request import request_of
-from autopipe.commands.planning.sizes import unmeasured
+from autopipe.commands.planning.request import request_of, unmeasured
 from autopipe.commands.settings import PlanSettings, Progress
 from autopipe.commands.store import PlanRecord, Work, profile_digest
 from autopipe.errors import DoesNotFitError, PlanError, RunError, counted
@@ -26,9 +25,9 @@ from autopipe.planning.clusters import by_datasheet, cluster_of_figures, this_ma
 from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.scores import simulator_score
-from autopipe.planning.space import Space, most_stages
-from autopipe.planning.spilled.offer import with_offer
+from autopipe.planning.search_space import Space, most_stages
+from autopipe.planning.simulated_scores import simulator_score
+from autopipe.planning.spilled.explain import with_offer
 from autopipe.planning.teams import of_teams, on_cluster
 from autopipe.runtime.context import refuse_stale_ties
 from autopipe.schedules import REGISTRY, lines_of

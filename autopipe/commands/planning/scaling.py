@@ -19,7 +19,7 @@ from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
 from autopipe.planning.clusters import by_datasheet
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.space import Space, most_stages
+from autopipe.planning.search_space import Space, most_stages
 from autopipe.planning.teams import of_teams
 from autopipe.report.results import Scaling, ScalingPoint
 

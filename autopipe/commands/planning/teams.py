@@ -15,8 +15,7 @@ from autopipe.commands.planning.choose import (
     space_of,
     with_averages,
 )
-from autopipe.commands.planning.request import request_of
-from autopipe.commands.planning.sizes import Sizes
+from autopipe.commands.planning.request import Sizes, request_of
 from autopipe.commands.settings import AUTO_TEAM, PlanSettings
 from autopipe.commands.store import PlanRecord, Work
 from autopipe.errors import AutopipeError, PlanError

@@ -16,10 +16,9 @@ from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check, check_first, write_run
 from autopipe.commands.evaluation import refuse_impossible
 from autopipe.commands.exporting import export
-from autopipe.commands.finished import evaluate, find_run
 from autopipe.commands.inspecting import history
 from autopipe.commands.locks import only_one
-from autopipe.commands.loop.options import refuse_impossible as refuse_impossible_loop
+from autopipe.commands.loop import refuse_impossible as refuse_impossible_loop
 from autopipe.commands.metrics.observers import Observers, hooks_of
 from autopipe.commands.metrics.registry import begin as begin_loggers
 from autopipe.commands.metrics.registry import refuse_missing
@@ -28,15 +27,14 @@ from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, TrainSettings
 from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
+from autopipe.commands.stored_runs import evaluate, find_run
 from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts
-from autopipe.commands.training.disk import refuse_full_disk
+from autopipe.commands.training.checkpoints import chosen, refuse_full_disk, refuse_lacking_version, refuse_other_model
 from autopipe.commands.training.listener import Listener
-from autopipe.commands.training.lookahead import covered, first_minibatches
+from autopipe.commands.training.lookahead import covered, first_minibatches, refuse_changed_data
 from autopipe.commands.training.measured import write_speed, write_timeline
-from autopipe.commands.training.reread import refuse_changed_data
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
-from autopipe.commands.training.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.errors import RunError, counted
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous

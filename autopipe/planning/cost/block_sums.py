@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.planning.cost.atoms import Atoms, Units
-from autopipe.planning.cost.pair_sum import Array, PairSum, Whole
-from autopipe.planning.cost.stored import StoredValue
+from autopipe.planning.cost.pair_sum import Array, PairSum, StoredValue, Whole
 
 
 @dataclass(frozen=True)

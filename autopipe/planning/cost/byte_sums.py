@@ -18,8 +18,7 @@ from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.block_sums import BlockSums, BlockTables
 from autopipe.planning.cost.memory import even_share, stage_peak
 from autopipe.planning.cost.ownership import unused_state
-from autopipe.planning.cost.pair_sum import Array, Largest, PairSum, PeakWorkspace
-from autopipe.planning.cost.stored import stored_values
+from autopipe.planning.cost.pair_sum import Array, Largest, PairSum, PeakWorkspace, stored_values
 
 
 @dataclass(frozen=True, slots=True)

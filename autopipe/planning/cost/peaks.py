@@ -22,8 +22,8 @@ from autopipe.planning.cost.atoms import Atoms, Units
 from autopipe.planning.cost.backward import backward_bytes
 from autopipe.planning.cost.block_sums import BlockSums
 from autopipe.planning.cost.byte_sums import ByteSums
+from autopipe.planning.cost.pair_sum import stored_values
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, schedule_of
-from autopipe.planning.cost.stored import stored_values
 from autopipe.planning.spilled.costs import peaks_of
 from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.units import in_bytes, in_short_bytes

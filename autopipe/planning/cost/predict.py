@@ -2,10 +2,14 @@
 
 Of a schedule with a flush, one minibatch is simulated, because all are equal. Of a schedule whose steps overlap,
 several are simulated, and the time that one minibatch adds is the time of a step.
+
+``RunCosts`` is what the prediction of a run was made from. A run has it as costs.json, so that it can be drawn later:
+the profile and the plan of the work directory may belong to another run by then.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopipe.ir.cluster import Cluster
@@ -18,9 +22,9 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.teams.exchanged import SUM, Exchange
 from autopipe.ir.timeline import Timeline
 from autopipe.planning.spilled.costs import spill_costs
-from autopipe.planning.teams import ring_seconds
-from autopipe.schedules import REGISTRY, Costs, EdgeCosts, Program, StageCosts, least_seconds, lower, make, simulate
-from autopipe.schedules.costs import SpillCosts
+from autopipe.planning.teams import on_cluster, ring_seconds
+from autopipe.schedules import REGISTRY, Program, least_seconds, lower, make, simulate
+from autopipe.schedules.costs import Costs, EdgeCosts, SpillCosts, StageCosts
 
 WINDOW = 8
 # pairs of a rank and a microbatch that take about ten seconds to simulate
@@ -144,3 +148,39 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
             bubble = max(0.0, 1 - busy / (seconds * plan.num_ranks)) if seconds else 0.0
     bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
+
+
+@dataclass(frozen=True, slots=True)
+class _MessageCosts:
+    """The costs of the messages from one stage to another."""
+
+    sender: int
+    receiver: int
+    costs: EdgeCosts
+
+
+@dataclass(frozen=True, slots=True)
+class RunCosts:
+    """The costs of a plan, and the devices and versions that they are for."""
+
+    plan_digest: str
+    cluster: Cluster
+    stages: tuple[StageCosts, ...]
+    messages: tuple[_MessageCosts, ...]
+    spill: tuple[SpillCosts, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)  # of the programs that train, by name
+
+    @staticmethod
+    def of(plan: Plan, profile: Profile, cluster: Cluster, versions: dict[str, str]) -> RunCosts:
+        """Return the costs with which ``planning.cost.predict`` predicts a plan."""
+        costs = costs_of(plan, on_cluster(profile, cluster), cluster)
+        messages = tuple(_MessageCosts(a, b, edge) for (a, b), edge in sorted(costs.edges.items()))
+        return RunCosts(plan.digest, cluster, costs.stages, messages, costs.spill, versions)
+
+    def timeline(self, plan: Plan, graph: Graph, num_minibatches: int = 1) -> Timeline:
+        """Return the simulated timeline of some minibatches of the plan.
+
+        Raises: ScheduleError if the costs are for another number of stages.
+        """
+        edges = {(message.sender, message.receiver): message.costs for message in self.messages}
+        return timeline_at(plan, graph, Costs(self.stages, edges, self.spill, self.cluster.cores), num_minibatches)

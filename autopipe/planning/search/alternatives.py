@@ -11,7 +11,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.planning.build import StageChoice, build_plan
 from autopipe.planning.cost.memory import in_flight, weight_versions
-from autopipe.planning.cost.sized import CutsWithout
+from autopipe.planning.cost.tables import CutsWithout
 from autopipe.planning.search.problem import Problem
 from autopipe.units import in_short_bytes
 

@@ -79,7 +79,7 @@ def _sizes(profile: Profile) -> list[float]:
     return [math.fsum(row) for row in zip(*columns, strict=True)]
 
 
-_RECENT: list[FewCuts] = []  # the newest last; what ``cost.sized`` keeps is kept for these objects
+_RECENT: list[FewCuts] = []  # the newest last; what ``cost.tables`` keeps is kept for these objects
 
 
 def _few(cuts: Cuts, profile: Profile, most: int) -> FewCuts:

@@ -34,8 +34,7 @@ from autopipe.planning.cost.block_sums import BlockTables
 from autopipe.planning.cost.byte_sums import StageTerms
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
 from autopipe.planning.cost.pair_sum import Array
-from autopipe.planning.cost.sized import Sized, sized
-from autopipe.planning.cost.tables import Tables
+from autopipe.planning.cost.tables import Sized, Tables, sized
 from autopipe.planning.options import PlanOptions
 from autopipe.schedules.kind import ScheduleKind
 

@@ -16,7 +16,7 @@ import autopipe
 from autopipe.cli.main import autopipe as command
 from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
-from autopipe.planning.cost.run_costs import RunCosts
+from autopipe.planning.cost.predict import RunCosts
 from autopipe.report.page.timelines import OPS
 from autopipe.runtime.job import Job, RunDirectory
 

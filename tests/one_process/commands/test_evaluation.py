@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.pipelines import build, captured_file, minibatches, plan_for
 
-from autopipe.commands import finished
+from autopipe.commands import stored_runs
 from autopipe.commands.settings import EvaluateSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import attempts, runs
 from autopipe.errors import AutopipeError, ModelFileError, RunError
@@ -33,7 +33,7 @@ def data(batch_size=8):
 
 @pytest.fixture(autouse=True)
 def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attempts, finished):
+    for module in (attempts, stored_runs):
         monkeypatch.setattr(module, "run_ranks", lambda *request: pytest.fail("a rank was started"))
 
 
@@ -75,9 +75,9 @@ def test_eval_names_what_is_missing_before_ranks_start(tmp_path: Path) -> None:
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
     pipeline.train(minibatches(subject.workload, 1, 8))
     with pytest.raises(ModelFileError, match="has no evaluation data: looked for evaluate_data"):
-        finished.evaluate(EvaluateSettings(tmp_path / "run"))
+        stored_runs.evaluate(EvaluateSettings(tmp_path / "run"))
     with pytest.raises(ModelFileError, match="no_such"):
-        finished.evaluate(EvaluateSettings(tmp_path / "run", data=f"{tmp_path / 'net.py'}:no_such"))
+        stored_runs.evaluate(EvaluateSettings(tmp_path / "run", data=f"{tmp_path / 'net.py'}:no_such"))
     pipeline.run.write_job(replace(pipeline.run.job(), evaluation_note="it is so"))
     with pytest.raises(RunError, match="this model cannot be evaluated in stages: it is so"):
-        finished.evaluate(EvaluateSettings(tmp_path / "run"))
+        stored_runs.evaluate(EvaluateSettings(tmp_path / "run"))

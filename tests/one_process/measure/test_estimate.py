@@ -12,8 +12,7 @@ from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
 from autopipe.ir.profile import COUNTED, Profile
 from autopipe.measure import estimate, measure
-from autopipe.planning.cost.datasheets import datasheet
-from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, on_datasheet
+from autopipe.planning.cost.datasheets import COMPUTE_EFFICIENCY, datasheet, on_datasheet
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, Workload
 

@@ -10,7 +10,7 @@ from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cluster_file import uniform_cluster
+from autopipe.planning.clusters import uniform_cluster
 
 LLAMA = Path(__file__).parents[3] / "benchmarks/large_models/llama.py"
 WIDTH, HIDDEN, BLOCKS, HEADS, SHARED, WORDS, TOKENS = 128, 352, 4, 4, 2, 32000, 2048

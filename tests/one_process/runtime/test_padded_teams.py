@@ -8,7 +8,7 @@ import torch
 from support import oracle
 from support.pipelines import build, captured_file, minibatches, plan_for, profile_of
 
-from autopipe.commands.training.resuming import refuse_other_parameters
+from autopipe.commands.training.checkpoints import refuse_other_parameters
 from autopipe.errors import RunError
 from autopipe.ir.teams.axis_sets import choose
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint

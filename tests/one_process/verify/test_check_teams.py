@@ -13,7 +13,7 @@ from support.slow import mostly_slow
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
 from autopipe.ir.profile import Profile
-from autopipe.planning.space import Space
+from autopipe.planning.search_space import Space
 
 FILE = """
 import torch

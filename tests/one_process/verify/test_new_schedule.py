@@ -17,7 +17,7 @@ from autopipe.options.table import OPTIONS
 from autopipe.planning import PlanOptions, make_plan, uniform_cluster
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.space import Space
+from autopipe.planning.search_space import Space
 from autopipe.schedules import ScheduleKind, make, register, registry, validate
 from autopipe.schedules.kind import check_one_stage_a_rank, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.commands.planning.sizes import larger_sizes
+from autopipe.commands.planning.request import larger_sizes
 
 
 @pytest.mark.parametrize(

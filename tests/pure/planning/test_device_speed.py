@@ -9,7 +9,7 @@ from support.planning_cases import by_name, chain
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.planning import PlanOptions, comparison, make_plan
-from autopipe.planning.cluster_file import parse_cluster
+from autopipe.planning.clusters import parse_cluster
 from autopipe.planning.cost import predict
 from autopipe.planning.cost.datasheets import device_like
 

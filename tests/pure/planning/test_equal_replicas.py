@@ -17,9 +17,9 @@ from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost.peaks import with_peaks
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.scores import simulated
 from autopipe.planning.search.problem import Problem
-from autopipe.planning.space import MOST_PAIRS, Space
+from autopipe.planning.search_space import MOST_PAIRS, Space
+from autopipe.planning.simulated_scores import simulated
 from autopipe.schedules import validate
 from autopipe.schedules.registry import REGISTRY, make
 

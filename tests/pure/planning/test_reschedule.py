@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.planning_cases import chain, machine
 
+from autopipe.commands.planning.simulating import schedule_flags, with_schedule
 from autopipe.errors import PlanError
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.reschedule import schedule_flags, with_schedule
 
 GRID = "F0,F1,B0,B1\nF0,B0,F1,B1\n"
 PROFILE, FAST = chain(8, saved=2**20, weight=2**20, output=2**20), machine(4, 100)

@@ -8,10 +8,8 @@ from support.planning_cases import chain
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device, NodeWork, PassWork
-from autopipe.planning.cluster_file import parse_cluster
-from autopipe.planning.clusters import by_datasheet, cluster_of_figures, with_estimated_times
-from autopipe.planning.cost.datasheets import datasheet
-from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, describe, on_datasheet
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, parse_cluster, with_estimated_times
+from autopipe.planning.cost.datasheets import COMPUTE_EFFICIENCY, datasheet, describe, on_datasheet
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)

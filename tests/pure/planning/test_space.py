@@ -15,12 +15,12 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Measurement
-from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_plan, scores
+from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_plan, simulated_scores
 from autopipe.planning.api import MOST_MICROBATCH_SIZES, candidate_counts
 from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.space import MANY_RANKS, Space, schedules, takes_replicas
+from autopipe.planning.search_space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.schedules import REGISTRY
 
 GRID = "F0,F1,B0,B1\nF0,B0,F1,B1\n"
@@ -154,10 +154,13 @@ def test_a_plan_that_no_schedule_can_run_has_infinite_time(monkeypatch):
     def refused(plan, profile, cluster):
         raise ScheduleError("rule 3 is broken")
 
-    monkeypatch.setattr(scores, "predict", refused)
+    monkeypatch.setattr(simulated_scores, "predict", refused)
     monkeypatch.setattr(choose, "predict", refused)
     plan = make_plan(
-        FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8), score=scores.simulated(FOUND, FAST)
+        FOUND,
+        FAST,
+        PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8),
+        score=simulated_scores.simulated(FOUND, FAST),
     )
     assert (plan.predicted.step_seconds, plan.predicted.samples_per_second) == (math.inf, 0.0)
     with pytest.raises(ScheduleError, match="rule 3 is broken"):
@@ -166,26 +169,26 @@ def test_a_plan_that_no_schedule_can_run_has_infinite_time(monkeypatch):
 
 def test_a_huge_plan_keeps_the_planners_figures():
     plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
-    most = scores.MOST_SIMULATED_ONCE
+    most = simulated_scores.MOST_SIMULATED_ONCE
     huge = dataclasses.replace(plan, num_microbatches=most, batch_size=most, microbatch_size=1)
-    assert scores.simulated(FOUND, FAST)(huge) is huge.predicted
+    assert simulated_scores.simulated(FOUND, FAST)(huge) is huge.predicted
 
 
 def test_fewer_large_plans_and_no_huge_plans_are_simulated(monkeypatch):
     options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8)
-    assert scores.simulator_score(FOUND, FAST, [options]).most == 20
-    monkeypatch.setattr(scores, "MOST_SIMULATED", 16)
-    assert scores.simulator_score(FOUND, FAST, [options]).most == 10
+    assert simulated_scores.simulator_score(FOUND, FAST, [options]).most == 20
+    monkeypatch.setattr(simulated_scores, "MOST_SIMULATED", 16)
+    assert simulated_scores.simulator_score(FOUND, FAST, [options]).most == 10
     planned, _ = search(FOUND, FAST, (options,), silent)
     assert planned.predicted == predict.predict(planned, FOUND, FAST)
-    monkeypatch.setattr(scores, "MOST_SIMULATED_ONCE", 16)
-    score = scores.simulator_score(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
+    monkeypatch.setattr(simulated_scores, "MOST_SIMULATED_ONCE", 16)
+    score = simulated_scores.simulator_score(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
     assert score.most == 1
     assert score(planned) is planned.predicted
 
 
 def test_the_table_of_large_plans_has_simulated_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(scores, "MOST_SIMULATED", 16)
+    monkeypatch.setattr(simulated_scores, "MOST_SIMULATED", 16)
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
     planned, _ = chosen(tmp_path, PlanRequest(**cluster))
     result = compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space)
@@ -344,7 +347,7 @@ def test_ctrl_c_before_the_first_of_several_options_is_raised():
 
 def test_contradicting_options_are_left_to_the_search_to_refuse():
     options = PlanOptions(num_ranks=2, batch_size=4, num_microbatches=9)
-    assert scores.simulator_score(FOUND, FAST, [options]).most >= 1
+    assert simulated_scores.simulator_score(FOUND, FAST, [options]).most >= 1
     with pytest.raises(PlanError, match="cannot be cut into 9 microbatches"):
         make_plan(FOUND, FAST, options)
 

@@ -16,7 +16,7 @@ from autopipe.ir.artifact import canonical
 from autopipe.ir.cuts import Cuts
 from autopipe.planning import PlanOptions, make_best_plan, make_plan
 from autopipe.planning.api import make_problems
-from autopipe.planning.search import banded
+from autopipe.planning.search import unreplicated
 from autopipe.planning.search.unreplicated import unreplicated_cuts
 
 
@@ -205,9 +205,9 @@ def test_short_stages_are_enough_for_the_same_cuts(stages_per_rank, recompute, m
         in_band += 1
         return search(*args)
 
-    search = banded._cuts_in_band
-    monkeypatch.setattr(banded, "_cuts_in_band", counted)
-    monkeypatch.setattr(banded, "_WIDEST", 0.95)
+    search = unreplicated._cuts_in_band
+    monkeypatch.setattr(unreplicated, "_cuts_in_band", counted)
+    monkeypatch.setattr(unreplicated, "_WIDEST", 0.95)
     finite = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -230,6 +230,6 @@ def test_short_stages_are_enough_for_the_same_cuts(stages_per_rank, recompute, m
             return problem.stage_table(stage, stages)
 
         every = unreplicated_cuts(problem.tables.num_atoms, stages, table)
-        assert banded.best_cuts(problem, stages) == every
+        assert unreplicated.best_cuts(problem, stages) == every
         finite += math.isfinite(every[0])
     assert min(finite, in_band) > 4, (finite, in_band)

@@ -7,7 +7,7 @@ import random
 
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cost.run_costs import RunCosts
+from autopipe.planning.cost.predict import RunCosts
 from autopipe.report.page import Subject
 from autopipe.report.page.curves import history_of
 from autopipe.report.page.timelines import Window

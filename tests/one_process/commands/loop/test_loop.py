@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from autopipe import Pipeline
-from autopipe.commands.loop.options import options_of
-from autopipe.commands.loop.server import BatchServer, message_of
+from autopipe.commands.loop import BatchServer, message_of, options_of
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.batches import from_loop
 from autopipe.runtime.batches.from_loop import FirstBatch, LoopBatches

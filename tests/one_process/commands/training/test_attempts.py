@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.commands.loop.options import refuse_impossible
+from autopipe.commands.loop import refuse_impossible
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training.attempts import Attempts, _model_files
 from autopipe.commands.training.listener import Listener

@@ -11,7 +11,7 @@ import pytest
 from support.stored_profiles import stored_profile
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import disk
+from autopipe.commands.training.checkpoints import _bytes_of_a_checkpoint, refuse_full_disk
 from autopipe.errors import RunError
 from autopipe.planning.requests import PlanRequest
 
@@ -33,7 +33,7 @@ def test_the_checkpoints_of_a_run_must_fit_the_disk(
 ) -> None:
     profile = stored_profile()
     prepared: Any = SimpleNamespace(graph=profile.graph, profile=profile, record=SimpleNamespace(request=PlanRequest()))
-    each = disk._bytes_of_a_checkpoint(prepared)
+    each = _bytes_of_a_checkpoint(prepared)
     assert each == round(profile.trained_bytes * (1 + profile.optimizer_bytes_per_byte)) > 0
     options = dict(options)
     start = options.pop("start", 0)
@@ -41,8 +41,8 @@ def test_the_checkpoints_of_a_run_must_fit_the_disk(
     for free in (checkpoints * each, checkpoints * each - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         if free == checkpoints * each:
-            disk.refuse_full_disk(settings, prepared, None, every, start)
+            refuse_full_disk(settings, prepared, None, every, start)
             continue
         with pytest.raises(RunError, match=r"will be written, but .* are free") as caught:
-            disk.refuse_full_disk(settings, prepared, None, every, start)
+            refuse_full_disk(settings, prepared, None, every, start)
         assert ("--keep-checkpoints 1" in caught.value.remedy) == (checkpoints > 1)

@@ -11,8 +11,8 @@ import torch
 from support.pipelines import captured
 from support.schedule_cases import Case
 
-from autopipe.commands.training import out_of_memory
-from autopipe.commands.training.out_of_memory import advise, limit_of
+from autopipe.commands.training import attempts
+from autopipe.commands.training.attempts import advise, limit_of
 from autopipe.errors import WorkerError
 from autopipe.launch.rank.out_of_memory import describe_oom, is_out_of_memory, resident_bytes
 
@@ -65,5 +65,5 @@ def test_other_errors_keep_their_remedy() -> None:
 def test_the_report_names_the_difference_to_a_plan_that_fits() -> None:
     plan = Case("1f1b", "gpt", (1, 1), "2p").plan(captured("gpt"))
     again = replace(plan, stages=tuple(replace(stage, recompute="stage") for stage in plan.stages))
-    assert "2 stages of 2 recompute their forward" in out_of_memory._difference(plan, again)
-    assert "other cuts fit" in out_of_memory._difference(plan, plan)
+    assert "2 stages of 2 recompute their forward" in attempts._difference(plan, again)
+    assert "other cuts fit" in attempts._difference(plan, plan)

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
-from autopipe.commands.training.resuming import chosen, newest_intact, refuse_other_model, refuse_other_parameters
+from autopipe.commands.training.checkpoints import chosen, newest_intact, refuse_other_model, refuse_other_parameters
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.graph import Graph, Input
 from autopipe.ir.tensor import TensorSpec

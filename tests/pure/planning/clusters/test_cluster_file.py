@@ -8,7 +8,7 @@ from support.planning_cases import CLUSTER_FILE
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.planning.cluster_file import read_cluster, uniform_cluster
+from autopipe.planning.clusters import read_cluster, uniform_cluster
 from autopipe.planning.cost.datasheets import datasheet
 
 SPEED = "speed = 1.0"

@@ -14,9 +14,9 @@ from autopipe.planning.baselines import compare_plan
 from autopipe.planning.cost.peaks import with_peaks
 from autopipe.planning.explain import explain
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.space import Space
+from autopipe.planning.search_space import Space
 from autopipe.planning.spilled.costs import copied_bytes, peaks_of
-from autopipe.planning.spilled.offer import with_offer
+from autopipe.planning.spilled.explain import with_offer
 from autopipe.planning.spilled.search import MARGIN
 from autopipe.schedules import make, validate
 

@@ -1,12 +1,16 @@
-"""Choose the checkpoint to resume from, verify it, and compare it with the model before any rank starts."""
+"""Whether checkpoints fit the disk; choose the one to resume from, compare it with the model."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.commands.planning.choose import with_averages
+from autopipe.commands.prepared import Prepared
+from autopipe.commands.settings import TrainSettings
+from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step.average import PREFIX
@@ -14,12 +18,14 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
+from autopipe.units import in_bytes
 from autopipe.verify.check import staleness
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autopipe.workload import Workload
+
 
 _PREFIX = "model."
 
@@ -154,3 +160,42 @@ def _difference(now: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[i
         if before[name] != shape:
             return f"{name} was {list(before[name])} and is {list(shape)}"
     return ""
+
+
+def refuse_full_disk(
+    settings: TrainSettings, prepared: Prepared, path: Path | None, every: int, start: int = 0
+) -> None:
+    """Refuse a run whose checkpoints do not fit the free space.
+
+    ``path``: of the resumed run; ``every``: steps between checkpoints; ``start``: the steps that are done already.
+
+    A new checkpoint is complete before the oldest is removed. Raises: RunError with the sizes.
+    """
+    folder = path or settings.run_dir or settings.plan.work_dir
+    each = _bytes_of_a_checkpoint(prepared)
+    kept = settings.keep_checkpoints
+    count = 1 + (max(settings.steps - start - 1, 0) // every if settings.steps and every else 0)
+    if kept:
+        there = 0 if path is None else len(checkpoints.steps(RunDirectory(path).checkpoints))
+        count = max(min(count, kept + 1 - there), 1)
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free >= count * each:
+        return
+    fewer = ", keep fewer (--keep-checkpoints 1)" if count > 1 else ""
+    amount = f"{counted(count, 'checkpoint')} of {in_bytes(each)}{' each' if count > 1 else ''}"
+    raise RunError(
+        f"{amount} will be written, but {in_bytes(free)} are free",
+        where=str(folder),
+        remedy=f"free {in_bytes(count * each - free)}{fewer}, or give a --run-dir on another disk",
+    )
+
+
+def _bytes_of_a_checkpoint(prepared: Prepared) -> int:
+    """Return the bytes of parameters, buffers and optimizer state."""
+    graph, profile = prepared.graph, with_averages(prepared.profile, prepared.record.request)
+    values = sum(spec.num_bytes({}) for spec in (*graph.parameters.values(), *graph.buffers.values()))
+    trained = sum(spec.num_bytes({}) for spec in graph.parameters.values() if spec.requires_grad)
+    return round(values + trained * profile.optimizer_bytes_per_byte)

@@ -14,8 +14,8 @@ from autopipe.commands.inspecting.overview import locate, without_runs
 from autopipe.commands.models import Model
 from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings, ignore_event
 from autopipe.commands.store import Store, Work
+from autopipe.commands.training.checkpoints import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.commands.training.listener import Listener
-from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.commands.trusted_code import refuse_untrusted, untrusted_stages
 from autopipe.errors import RunError
 from autopipe.generate import generate

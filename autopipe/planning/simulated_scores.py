@@ -11,7 +11,7 @@ from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, least_step_seconds, predict
-from autopipe.planning.cost.sized import cuts_of
+from autopipe.planning.cost.tables import cuts_of
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import microbatch_count
 from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score

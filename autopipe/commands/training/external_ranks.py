@@ -1,4 +1,7 @@
-"""Training under a cluster's own launcher. The command runs once per rank: rank 0 leads, the others follow."""
+"""Ranks on hosts: their default number, the commands for each host (``--dry-run``), and a cluster's own launcher.
+
+Under a cluster's own launcher, the command runs once per rank: rank 0 leads, the others follow.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopipe.commands.settings import TrainSettings
+from autopipe.commands.store import Store
+from autopipe.launch.registry import commands
+from autopipe.launch.remote.hosts import total_slots
 from autopipe.launch.remote.identity import RankIdentity, read_identity
 from autopipe.launch.remote.rendezvous import Rendezvous
+from autopipe.launch.request import HostCommand, LaunchRequest
+from autopipe.runtime.job import RunDirectory
 
 ENVIRONMENT = "env"
 
@@ -69,3 +77,23 @@ def _resumes(settings: TrainSettings, here: RankIdentity) -> bool:
     if not here.attempt or settings.run_dir is None:
         return False
     return bool(checkpoints.steps(RunDirectory(settings.run_dir).checkpoints))
+
+
+def placed(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with one rank per slot of the hosts, if the number of ranks is not given."""
+    slots = total_slots(settings.launch.hosts)
+    if settings.plan.gpus is not None or slots is None:
+        return settings
+    return replace(settings, plan=replace(settings.plan, gpus=slots))
+
+
+def rehearse(settings: TrainSettings) -> list[HostCommand]:
+    """Return the commands of a run. The number of ranks is the given one, else that of the stored plan.
+
+    Raises: ArtifactError if no plan is stored either; RunError if the ranks do not fit on the hosts.
+    """
+    world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_processes
+    path = settings.run_dir or settings.plan.work_dir / "runs" / "DATE"
+    return commands(
+        LaunchRequest(run=RunDirectory(path), world_size=world, on_event=lambda event: None, settings=settings.launch)
+    )

@@ -1,1 +1,0 @@
-"""A training loop of the user's own: ``Pipeline.steps``."""
