@@ -1,10 +1,19 @@
-"""Write the file of one stage: its docstring, the state it adopts, and its ``forward``, with shapes in comments."""
+"""Write the file of one stage: its docstring, the state it adopts, and its ``forward``, with shapes in comments.
+
+Recompute units are functions inside the ``forward``, which ``autopipe.stage.recomputed`` calls. The arguments of a unit
+are the variables that its lines read and that were assigned before; its results are those that it assigns and that
+later lines read. All other variables of a unit are its own. The lines are straight code without branches, so one pass
+in each direction finds them.
+"""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
@@ -17,10 +26,14 @@ from autopipe.generate.names import Variables, base_names
 from autopipe.generate.parts import Captured, Part
 from autopipe.generate.statements import Statement, statements
 from autopipe.generate.targets import Imports
-from autopipe.generate.units import NAME, with_units
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
+
+_UNIT_NAME = "unit_"
+"""A unit is a function with this name and its number."""
+Run = tuple[int, int]
+"""The indices of the first line of a unit, and of the line behind its last one."""
 
 
 def stage_text(capture: Captured, plan: Plan, part: Part, *, of_a_call: bool = False) -> str:
@@ -72,7 +85,7 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     grouped = statements([recorded[node.name] for node in part.nodes], leaving, part.units)
     device = next((node.meta["val"].device.type for node in recorded.values() if node.op == "placeholder"), "cpu")
     writer = Writer(imports, capture.constants, capture.evaluation, device)
-    reserved = reserved | {f"{NAME}{number}" for number in part.units.values()}
+    reserved = reserved | {f"{_UNIT_NAME}{number}" for number in part.units.values()}
     variables = Variables(base_names(capture.module.graph), last_use(grouped, leaving), reserved)
     arriving = [*part.inputs, *(boundary.value for boundary in part.receives)]
     for value in arriving:
@@ -89,7 +102,7 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     returned: tuple[Doc, ...] = ((*results[0], ","),) if len(results) == 1 else results
     body += [*tail, *wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)]
     if writing.runs:
-        body = with_units(body, list(writing.runs.values()), taken, imports.name("autopipe.stage", "recomputed"))
+        body = _with_units(body, list(writing.runs.values()), taken, imports.name("autopipe.stage", "recomputed"))
     return lines + (body if arriving else body[body[:1] == [""] :])
 
 
@@ -198,3 +211,92 @@ def _evaluation(capture: Captured) -> list[str]:
     if not capture.evaluation_note:
         return []
     return [f"It is valid in training mode only: {harmless(capture.evaluation_note)}."]
+
+
+def _with_units(lines: Sequence[str], runs: Sequence[Run], arguments: Sequence[str], recomputed: str) -> list[str]:
+    """Return the lines of a method body, with each run of lines as a function that ``recomputed`` calls.
+
+    Args:
+        lines: the statements of the method. Those of a run are indented by one level more.
+        runs: ascending, without overlap.
+        arguments: the names of the method's arguments, without ``self``.
+        recomputed: the name of ``autopipe.stage.recomputed`` in the file.
+
+    """
+    events = [_events(part) for part in _parts(lines, runs)]
+    live: set[str] = set()  # read by the lines behind
+    live_behind = []
+    for reads_and_writes in reversed(events):
+        live_behind.append(set(live))
+        for name, is_read in reversed(reads_and_writes):
+            (live.add if is_read else live.discard)(name)
+    live_behind.reverse()
+    result: list[str] = []
+    known = dict.fromkeys(arguments)
+    for number, (part, names) in enumerate(zip(_parts(lines, runs), events, strict=True)):
+        assigned: dict[str, None] = {}
+        taken: dict[str, None] = {}
+        for name, is_read in names:
+            if is_read and name in known and name not in assigned:
+                taken[name] = None
+            elif not is_read:
+                assigned[name] = None
+        if number % 2:
+            given = [name for name in assigned if name in live_behind[number]]
+            result += _function(f"{_UNIT_NAME}{number // 2}", part, list(taken), given, recomputed)
+        else:
+            result += part
+        known |= assigned
+    return result
+
+
+def _parts(lines: Sequence[str], runs: Sequence[Run]) -> list[list[str]]:
+    """Return the lines before, in, between and behind the runs: those in runs have odd places."""
+    edges = [0, *(edge for run in runs for edge in run), len(lines)]
+    return [list(lines[start:stop]) for start, stop in itertools.pairwise(edges)]
+
+
+def _function(name: str, body: list[str], taken: list[str], given: list[str], recomputed: str) -> list[str]:
+    arguments: tuple[Doc, ...] = tuple((argument,) for argument in taken)
+    results: tuple[Doc, ...] = tuple((result,) for result in given)
+    call: Doc = (recomputed, Group("(", ((name,), *arguments), ")"))
+    lines = ["", *wrapped((f"def {name}", Group("(", arguments, ")"), ":"), 8)]
+    lines += body[body[:1] == [""] :]
+    if not given:
+        return [*lines, "", *wrapped(call, 8)]
+    returned = ", ".join(given)
+    lines += wrapped(("return ", *results[0]) if len(given) == 1 else ("return ", Group("(", results, ")")), 12)
+    return [*lines, "", *wrapped((f"{returned} = ", *call), 8)]
+
+
+def _events(lines: Sequence[str]) -> list[tuple[str, bool]]:
+    """Return the variables that the lines read (True) and assign (False), in order."""
+    # a return statement may be in a function only
+    tree = ast.parse("def forward():\n    pass\n" + textwrap.indent(textwrap.dedent("\n".join(lines)), "    "))
+    (function,) = (statement for statement in tree.body if isinstance(statement, ast.FunctionDef))
+    return [event for statement in function.body for event in _of_statement(statement)]
+
+
+def _of_statement(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
+    if isinstance(statement, ast.With):
+        for item in statement.items:
+            yield from _names(item.context_expr)
+        for inner in statement.body:
+            yield from _of_statement(inner)
+    elif isinstance(statement, ast.Assign):
+        yield from _names(statement.value)
+        for target in statement.targets:
+            yield from _names(target)
+    elif isinstance(statement, ast.AugAssign):
+        yield from _names(statement.value)
+        yield from ((name, True) for name, _ in _names(statement.target))
+        yield from _names(statement.target)
+    else:
+        yield from _names(statement)
+
+
+def _names(node: ast.AST) -> list[tuple[str, bool]]:
+    """Return the names in an expression, those that it reads first."""
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    reads = [(n.id, True) for n in names if isinstance(n.ctx, ast.Load)]
+    return reads + [(n.id, False) for n in names if isinstance(n.ctx, ast.Store)]

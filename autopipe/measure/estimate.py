@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopipe.ir.profile import COUNTED, Device, Measurement, NodeCost, Profile
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import quiet
-from autopipe.measure.facts import walk_nodes
 from autopipe.measure.measure import BatchSource, checked_sizes
-from autopipe.measure.segment_costs import count_saved
+from autopipe.measure.segment_costs import count_saved, walk_nodes
 from autopipe.measure.stepping import optimizer_cost
 from autopipe.measure.subject import Captured, Progress, Subject, no_progress
 from autopipe.measure.walk import explained

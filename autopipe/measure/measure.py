@@ -2,12 +2,11 @@
 
 At each size:
 
-1. A walk over the nodes gives their values and rough times (``facts``).
-2. The nodes are joined to segments that take long enough to time (``segments``).
-3. Each distinct segment is timed on real values, forward with gradients and backward (``segment_costs``).
-4. The time of a segment is divided among its nodes by their rough times.
-5. The complete model is timed, and the nodes are scaled half way to it (``whole``). This step is left out if the model
-   does not fit the device: the steps before need memory for one segment only.
+1. A walk over the nodes gives their values and rough times (``NodeFacts``). 2. The nodes are joined to segments that
+take long enough to time (``segments``). 3. Each distinct segment is timed on real values, forward with gradients and
+backward (``segment_costs``). 4. The time of a segment is divided among its nodes by their rough times. 5. The complete
+model is timed, and the nodes are scaled half way to it (``WholeModel``). This step is left out if the model does not
+fit the device: the steps before need memory for one segment only.
 
 All sizes take turns, window by window of time; one window of each segment counts (``clock``).
 """
@@ -31,14 +30,11 @@ from autopipe.errors import ProfileError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Measurement, Profile, WorkloadSpec
-from autopipe.measure.clock import Clock
+from autopipe.measure.clock import Clock, GpuLoad
 from autopipe.measure.device import describe_device, find_device, quiet
-from autopipe.measure.facts import NodeFacts, walk_nodes
-from autopipe.measure.gpu_load import GpuLoad
-from autopipe.measure.segment_costs import SegmentCosts
+from autopipe.measure.segment_costs import NodeFacts, SegmentCosts, WholeModel, walk_nodes
 from autopipe.measure.stepping import optimizer_cost
 from autopipe.measure.subject import Captured, Progress, Subject, no_progress
-from autopipe.measure.whole import WholeModel
 
 # ``SizeMeasurement``: one microbatch size, measured in windows: walk the nodes, time the segments, time the whole.
 

@@ -1,20 +1,30 @@
-"""``SegmentCosts``: time every distinct segment of a model, and divide the times among the nodes."""
+"""``SegmentCosts``: time every distinct segment of a model, and divide the times among the nodes.
+
+``NodeFacts`` are the results of one walk over the nodes, one by one. ``WholeModel`` times all nodes in one pass.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from autopipe.ir.graph import Node
-from autopipe.ir.profile import NodeCost
+from autopipe.ir.profile import NodeCost, NodeWork
 from autopipe.measure.clock import Times, Windows, repeat
-from autopipe.measure.facts import NodeFacts
+from autopipe.measure.device import available_bytes
 from autopipe.measure.piece import Piece, StateCopies, storage_of, tensors_of
 from autopipe.measure.subject import Progress, Segment, Subject
-from autopipe.measure.walk import SavedBytes, Values, call, explained, region, timed_pass, writable
+from autopipe.measure.walk import NodeTimer, SavedBytes, Values, call, explained, region, timed_pass, writable
 
 BUDGET_SECONDS = 0.08  # for the repetitions of one segment, in one window
+
+_LONG_SECONDS = 0.5  # a pass that takes longer is repeated only twice
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -144,3 +154,127 @@ def count_saved(
         if memory in saved.keepers
     ]
     return SegmentCost([saved.bytes[node.name] for node in segment.nodes], grads, keepers, subject.clock.windows())
+
+
+@dataclass
+class NodeFacts:
+    """The results of one walk, by name of the node."""
+
+    signatures: dict[str, Any] = field(default_factory=dict)  # equal for nodes that cost the same
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # rough forward and backward
+    output_bytes: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: dict[str, int] = field(default_factory=dict)
+    work: dict[str, NodeWork] = field(default_factory=dict)  # of the nodes that compute or move anything
+    replaced: dict[int, torch.dtype] = field(default_factory=dict)  # id of each parameter that a cast replaces -> dtype
+    casts: dict[str, int] = field(default_factory=dict)  # name of each such parameter -> bytes of its cast
+
+    def shares(self, nodes: Sequence[Node]) -> tuple[list[float], list[float]]:
+        """Return the share of each node in the forward and in the backward of all of them."""
+        forward = _normalised([self.seconds[node.name][0] for node in nodes])
+        return forward, _normalised([self.seconds[node.name][1] for node in nodes])
+
+
+def walk_nodes(subject: Subject, progress: Progress) -> NodeFacts:
+    """Run every node once on its own, with rough times.
+
+    Raises: ProfileError for a node that fails.
+    """
+    names = {id(p): name for name, p in subject.root.named_parameters() if name in subject.graph.cast_once}
+    facts, values, timer = NodeFacts(), subject.start(), NodeTimer(subject.clock, frozenset(names))
+    timer.calibrate()
+    count = len(subject.graph.nodes)
+    for index, node in enumerate(subject.graph.nodes):
+        progress(f"node {node.name}", 0.1 * index / count)
+        with explained(node, subject.size):
+            signature, forward, backward = timer.step(subject.nodes[node.name], node, values, subject.root)
+        facts.signatures[node.name], facts.seconds[node.name] = signature, (forward, backward)
+        facts.workspace_bytes[node.name] = timer.workspace[signature]
+        if timer.work[signature] != NodeWork():
+            facts.work[node.name] = timer.work[signature]
+        tensors = tensors_of(values.by_name[node.name])
+        facts.output_bytes[node.name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        subject.forget(values, index)
+    facts.replaced = timer.replaced
+    parameters = subject.graph.parameters
+    facts.casts = {
+        names[key]: parameters[names[key]].num_bytes({}) // 4 * dtype.itemsize for key, dtype in timer.replaced.items()
+    }
+    return facts
+
+
+def _normalised(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
+
+
+class WholeModel:
+    """The times of all nodes in one pass."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.windows: Windows | None = subject.clock.windows()  # None if the model does not fit the device
+        self._subject = subject
+
+    def window(self, costs: Mapping[str, NodeCost], casts: Mapping[int, torch.dtype]) -> None:
+        """Time the model once more, unless it does not fit.
+
+        ``costs``: of its nodes, as far as they are known. ``casts``: as in ``StateCopies``.
+        """
+        if self.windows is None:
+            return
+        subject, segment = self._subject, self._subject.whole()
+        if not self.fits(costs):
+            self._give_up()
+            return
+        seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
+        try:
+            state = StateCopies(subject.root, subject.clock.device, casts)
+            piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
+            once = functools.partial(timed_pass, subject.clock, piece, subject.start(), private=segment.mutates)
+            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < _LONG_SECONDS else 2)
+        except torch.OutOfMemoryError:
+            self._give_up()
+            return
+        self.windows = self.windows.with_another(times)
+
+    def fits(self, costs: Mapping[str, NodeCost], scale: float = 1.0) -> bool:
+        """Return whether a lower bound of the peak memory is free: copies of parameters, gradients, and saved values.
+
+        ``scale``: multiplies the bytes of the saved values.
+        """
+        parameters = sum(2 * spec.num_bytes({}) for spec in self._subject.graph.parameters.values())
+        saved = sum(cost.saved_bytes for cost in costs.values())
+        return parameters + scale * saved <= available_bytes(self._subject.clock.device)
+
+    def _give_up(self) -> None:
+        self.windows = None
+        _log.info(
+            "microbatch of %d: the complete model does not fit the device; its segments are measured alone",
+            self._subject.size,
+        )
+
+    @property
+    def spread(self) -> float | None:
+        """The relative spread of the times; None if the model does not fit or the repetitions are too few."""
+        return None if self.windows is None else self.windows.spread
+
+    def scaled(self, costs: dict[str, NodeCost], num_distinct: int, num_segments: int) -> dict[str, NodeCost]:
+        """Return the costs of the nodes, scaled half way to the time of the complete pass."""
+        if self.windows is None:
+            return costs
+        whole = self.windows.counting.medians
+        sums = sum(c.forward_seconds for c in costs.values()), sum(c.backward_seconds for c in costs.values())
+        ratios = [part / total if total else 1.0 for total, part in zip(whole, sums, strict=True)]
+        # a segment alone finds its data in the cache, a complete pass meets a full allocator; a stage lies between
+        factors = [ratio**-0.5 if ratio else 1.0 for ratio in ratios]
+        _log.info(
+            "microbatch of %d: forward %.3f ms, backward %.3f ms; %d segments (%d timed) add up to %.2f and %.2f",
+            self._subject.size, *(1e3 * seconds for seconds in whole), num_segments, num_distinct, *ratios,
+        )  # fmt: skip
+        return {
+            name: replace(
+                cost,
+                forward_seconds=cost.forward_seconds * factors[0],
+                backward_seconds=cost.backward_seconds * factors[1],
+            )
+            for name, cost in costs.items()
+        }

@@ -43,7 +43,7 @@ from autopipe.runtime.transport.base import Transport
 from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import REGISTRY, make
-from autopipe.schedules.spilling.spilled import LATE
+from autopipe.schedules.spilling.spill import LATE
 from autopipe.stage import Stage
 from autopipe.team import Alone
 from autopipe.workload import Workload

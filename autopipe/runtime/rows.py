@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from autopipe.ir.schedule import Op, Schedule, StageEdges
 from autopipe.runtime.context import RunContext
 from autopipe.schedules import REGISTRY, Turn, lower, make, turns, validate
-from autopipe.schedules.spilling.spill import spill
-from autopipe.schedules.spilling.spilled import MESSAGES
+from autopipe.schedules.spilling.spill import MESSAGES, spill
 
 # windows of several minibatches differ in their replicas, and in their lengths where a checkpoint ends them
 _KEPT = 8

@@ -44,7 +44,7 @@ from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.teams import TeamTransport
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY
-from autopipe.schedules.spilling.spilled import LATE
+from autopipe.schedules.spilling.spill import LATE
 from autopipe.workload import Workload
 
 

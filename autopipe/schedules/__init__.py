@@ -3,13 +3,11 @@
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
-from autopipe.schedules.lower import lower
+from autopipe.schedules.lower import Turn, lower, turns
 from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, stage_peaks
-from autopipe.schedules.posting import Turn, turns
 from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
-from autopipe.schedules.seconds.bounds import least_seconds
-from autopipe.schedules.seconds.program import Program, Totals
+from autopipe.schedules.seconds import Program, Totals, least_seconds
 from autopipe.schedules.simulate import simulate
 from autopipe.schedules.validate import validate
 

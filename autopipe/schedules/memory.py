@@ -3,7 +3,7 @@
 The planner estimates the same memory with formulas. This module shares no code with them, so each verifies the other.
 
 Memory of microbatches and weight versions is counted from the instruction that allocates it to the one that frees it.
-A message takes memory from the moment at which its receive is posted (``posting``): activations until the end of
+A message takes memory from the moment at which its receive is posted (``lower.posts``): activations until the end of
 the backward of their microbatch, gradients until the end of the backward that they start. Values that two stages of one
 rank exchange are not sent, and count for the stage that made them: an activation until the end of that stage's
 backward, a gradient until the end of the backward that it starts. A gradient that is sent counts until the end of the
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule
-from autopipe.schedules.posting import Posts, posts
+from autopipe.schedules.lower import Posts, posts
 from autopipe.schedules.rows import stages_of
 
 Edge = tuple[int, int]

@@ -9,7 +9,7 @@ from autopipe.errors import ScheduleError, unknown_choice
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules import custom, eager_1f1b, gpipe, interleaved, one_f_one_b, pipedream, two_bw, zero_bubble
 from autopipe.schedules.kind import ScheduleKind
-from autopipe.schedules.spilling import spilled
+from autopipe.schedules.spilling import spill
 
 _KINDS: dict[str, ScheduleKind] = {}
 REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(_KINDS)
@@ -32,7 +32,7 @@ register(interleaved.KIND)
 register(zero_bubble.KIND)
 register(pipedream.KIND)
 register(two_bw.KIND)
-register(spilled.KIND)
+register(spill.KIND)
 register(custom.KIND)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from autopipe.ir.schedule import COMPUTE, COPIES, Instruction, Op, Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.schedules.costs import Costs
-from autopipe.schedules.grid import table
+from autopipe.schedules.rows import table
 from autopipe.schedules.simulate import simulate
 
 _LANES = "", "load", "store"

@@ -1,4 +1,5 @@
-"""The building blocks of schedules: a rank's share of the microbatches, 1F1B order, and the end of a minibatch.
+"""The building blocks of schedules: a rank's share of the microbatches, 1F1B order, the end of a minibatch, and rows as
+text.
 
 Warm-up. Each of the ``r_s`` replicas of stage ``s`` runs ``w_s`` forwards before forwards and backwards alternate:
 ``w_s = floor((depth * (N_s - r_s) + r_s - 1) / r_s)``, where ``N_s`` is the number of ranks of stage s and all later
@@ -23,6 +24,9 @@ from typing import TypeVar
 from autopipe.ir.schedule import Instruction, Op, Schedule, ScheduleSpec
 
 T = TypeVar("T")
+
+_COLUMNS_AROUND = 8
+_RANKS_AROUND = 8
 
 
 def own_microbatches(request: ScheduleSpec, stage: int, rank: int, minibatch: int) -> range:
@@ -175,3 +179,31 @@ def _unflushed_row(
     for t in ends:
         row += [*end(t), step(stage, t)]
     return tuple(row)
+
+
+def table(rows: Sequence[Sequence[str]], first_rank: int = 0) -> str:
+    """Return one line per rank, with the cells in columns of equal width and no trailing spaces."""
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    digits = len(str(first_rank + len(rows) - 1))
+    return "\n".join(
+        f"rank {first_rank + index:>{digits}} | {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for index, row in enumerate(rows)
+    )
+
+
+def marked(schedule: Schedule, rank: int, index: int) -> str:
+    """Return the part of the grid around instruction ``index`` of ``rank``, with that instruction in ``>...<``.
+
+    Columns are positions in the row, not times. ``index`` may be the row's length, to mark its end.
+    """
+    low_rank, high_rank = max(rank - _RANKS_AROUND, 0), rank + _RANKS_AROUND + 1
+    low, high = max(index - _COLUMNS_AROUND, 0), index + _COLUMNS_AROUND + 1
+    rows = []
+    for r, row in enumerate(schedule.rows[low_rank:high_rank], start=low_rank):
+        cells = [str(i) for i in row[low:high]]
+        if r == rank:
+            cells.extend([""] * (index - low + 1 - len(cells)))
+            cells[index - low] = f">{cells[index - low]}<"
+        before, after = ["..."] if low else [], ["..."] if high < len(row) else []
+        rows.append(before + cells + after)
+    return table(rows, low_rank)

@@ -10,24 +10,31 @@ L, O and U take a lane between host and device (``lanes``), and of the rank's ti
 Sends never block (beyond ``send_seconds``), and neither does R. The step waits until all replicas have reached their R
 and the gradients are added; the span of the reduction is that wait. An instruction that takes no time and does not wait
 has no span.
+
+Ranks that share the cores of their host take turns while more of them work than there are cores. All of them then work
+at the same rate, as under a fair scheduler: time passes ``ranks at work / cores`` times as slowly as with a core for
+each. The order of the simulated events stays as it is.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections.abc import Callable, Sequence
 
 from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COPIES, Instruction, Op, Schedule, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules.costs import FREE, Costs
-from autopipe.schedules.grid import marked
 from autopipe.schedules.lower import lower
-from autopipe.schedules.seconds.sharing import Interval, shared_clock
+from autopipe.schedules.rows import marked
 from autopipe.schedules.spilling.lanes import Lanes
-from autopipe.schedules.spilling.spilled import OPTIMIZER_SLABS
+from autopipe.schedules.spilling.spill import OPTIMIZER_SLABS
 
 Message = tuple[int, int, int, int]
 Reduction = tuple[int, int]
+
+_Interval = tuple[float, float]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -60,7 +67,7 @@ class _Simulation:
         slabs = schedule.request.options.get(OPTIMIZER_SLABS.name, OPTIMIZER_SLABS.default)
         self.lanes = [Lanes(costs.spill, slabs) for _ in schedule.rows] if schedule.spilled else []
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
-        self.work: list[Interval] = []  # when a rank uses a core, if ranks share them
+        self.work: list[_Interval] = []  # when a rank uses a core, if ranks share them
         self.share = 0 < costs.cores < len(schedule.rows)
         self.durations = {
             Op.FORWARD: [stage.forward_seconds for stage in costs.stages],
@@ -185,3 +192,32 @@ class _Simulation:
             where=f"rank {rank}, instruction {index}",
             remedy="order the rows so that an instruction comes before those that wait for it",
         )
+
+
+def shared_clock(work: Sequence[_Interval], cores: float) -> Callable[[float], float]:
+    """Return a function from a time with a core for each rank to the time with ``cores`` for all of them.
+
+    ``work``: when a rank works, from and to, for all ranks.
+    """
+    changes: dict[float, int] = {}
+    for start, end in work:
+        if end > start:
+            changes[start] = changes.get(start, 0) + 1
+            changes[end] = changes.get(end, 0) - 1
+    before = sorted(changes)
+    after: list[float] = []
+    rates: list[float] = []
+    active = 0
+    now = before[0] if before else 0.0
+    for index, time in enumerate(before):
+        if index:
+            now += (time - before[index - 1]) * rates[-1]
+        active += changes[time]
+        after.append(now)
+        rates.append(max(1.0, active / cores))
+
+    def at(time: float) -> float:
+        index = bisect.bisect_right(before, time) - 1
+        return time if index < 0 else after[index] + (time - before[index]) * rates[index]
+
+    return at

@@ -33,8 +33,7 @@ from autopipe.schedules import MessageBytes, make
 from autopipe.schedules.costs import SpillCosts
 from autopipe.schedules.spilling.lanes import Lanes
 from autopipe.schedules.spilling.memory import SpilledBytes, spilled_peaks
-from autopipe.schedules.spilling.spill import SLABS
-from autopipe.schedules.spilling.spilled import LATE, OPTIMIZER_SLABS
+from autopipe.schedules.spilling.spill import LATE, OPTIMIZER_SLABS, SLABS
 
 _ALIGNMENT = 64
 """Of the tensors of a slab, in bytes (``runtime.spilling.flat``)."""

@@ -18,7 +18,7 @@ from autopipe.planning.cost.predict import costs_of
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.simulated_scores import simulator_score
 from autopipe.schedules.costs import Costs
-from autopipe.schedules.spilling.spilled import KIND, MESSAGES
+from autopipe.schedules.spilling.spill import KIND, MESSAGES
 from autopipe.units import in_seconds
 
 COMPUTE, TO_DEVICE, TO_HOST = "computation", "copies to the device", "copies to the host"

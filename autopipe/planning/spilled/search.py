@@ -32,8 +32,7 @@ from autopipe.planning.cost.peaks import with_peaks
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.search.problem import Problem
 from autopipe.planning.spilled.costs import SpilledSums, stepping_bytes
-from autopipe.schedules.spilling.spill import SLABS
-from autopipe.schedules.spilling.spilled import MESSAGES, OPTIMIZER_SLABS
+from autopipe.schedules.spilling.spill import MESSAGES, OPTIMIZER_SLABS, SLABS
 from autopipe.units import in_bytes
 
 MARGIN = 0.08

@@ -15,7 +15,7 @@ from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
 from autopipe.runtime.spilling.spiller import Spiller
 from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.runtime.step.stepper import Stepper
-from autopipe.schedules.spilling.spilled import OPTIMIZER_SLABS
+from autopipe.schedules.spilling.spill import OPTIMIZER_SLABS
 
 
 def steps_late(precision: str, clip_grad_norm: float, on_nonfinite: str) -> bool:

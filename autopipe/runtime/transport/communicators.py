@@ -2,7 +2,7 @@
 
 Each communicator takes device memory, connections and one CUDA stream of the 32 that torch hands out in turn. Two
 communicators on one stream can deadlock. So a rank is in few of them: all activations and gradients from one rank to
-another share one, and their receives are posted in the order of the sends (``schedules.posting``).
+another share one, and their receives are posted in the order of the sends (``schedules.lower``).
 
 Ranks of neighbouring stages have a communicator while there are streams for it. A pair of ranks that only skips stages
 gets one while both are in fewer than ``MOST_GROUPS``. The messages of the others go through host memory and gloo.
@@ -36,7 +36,7 @@ class Pair:
 
     @staticmethod
     def of(channel: Channel) -> Pair:
-        """Return the pair of a channel. Only activations and gradients share one: ``posting`` orders nothing else."""
+        """Return the pair of a channel. Only activations and gradients share one: ``posts`` orders nothing else."""
         alone = f"{channel.kind} {channel.from_stage} {channel.to_stage}"
         purpose = "stages" if channel.kind in (ACTIVATION, GRADIENT) else alone
         return Pair(purpose, channel.from_rank, channel.to_rank)

@@ -20,6 +20,15 @@ stage keeps of a microbatch for its backward, too. L and U with a microbatch are
 
 Source: Hydra, arXiv:2110.08633, section 4 (spilled execution with double buffering), where every microbatch brings each
 shard again.
+
+The schedule ``spilled`` is gpipe's order on one device::
+
+    rank 0 | 0F0  0F1  1F0  1F1  2F0  2F1  2B0  2B1+ 1B0  1B1+ 0B0  0B1+
+
+``spill`` adds the copies between host and device. A stage steps right behind its last backward; with ``late`` 1, all
+stages step at the end. The numbers are those of gpipe, bit for bit.
+
+Source: Hydra, arXiv:2110.08633, with all microbatches per visit of a stage (breadth first, arXiv:2211.05953).
 """
 
 from __future__ import annotations
@@ -28,10 +37,17 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule, ScheduleSpec
+from autopipe.schedules.gpipe import gpipe
+from autopipe.schedules.kind import Option, ScheduleKind, check_request
 
 SLABS = 2
 """How many stages of a rank have weights on the device at a time."""
+
+LATE = Option("late", 0, 0, 1, "1: all stages step at the end of the minibatch")
+MESSAGES = Option("messages_on_host", 0, 0, 1, "1: what stages exchange is on the host until it is needed")
+OPTIMIZER_SLABS = Option("optimizer_slabs", 2, 1, 2, "how many stages may have optimizer state on the device at a time")
 
 
 def spill(schedule: Schedule, *, late: bool = False, messages: bool = False) -> Schedule:
@@ -151,3 +167,35 @@ def _with_messages(row: Sequence[Instruction]) -> Iterator[Instruction]:
 
 def _copy(op: Op, like: Instruction) -> Instruction:
     return Instruction(op, like.stage, like.minibatch, like.microbatch)
+
+
+def spilled(request: ScheduleSpec) -> Schedule:
+    """Return the schedule. Raises: ScheduleError for an invalid request, such as one with two ranks."""
+    _check(request)
+    options = request.options
+    return spill(gpipe(request, KIND.name), late=bool(options.get("late")), messages=bool(options.get(MESSAGES.name)))
+
+
+def _check(request: ScheduleSpec) -> None:
+    check_request(KIND.name, request)
+    if request.num_ranks > 1:
+        raise ScheduleError(
+            f"spilled runs all stages on one device; given {request.num_ranks}",
+            remedy="use --gpus 1, or another schedule",
+        )
+
+
+KIND = ScheduleKind(
+    name="spilled",
+    make=spilled,
+    description="a model larger than its device: stages take turns on it, their weights are kept on the host; exact",
+    source="Hydra, arXiv:2110.08633",
+    synchronous=True,
+    in_flight="all",
+    example=ScheduleSpec(((0,), (0,), (0,)), 2),
+    options=(LATE, MESSAGES, OPTIMIZER_SLABS),
+    several_stages=True,
+    replicas=False,
+    check=_check,
+    spills=True,
+)

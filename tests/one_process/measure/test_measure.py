@@ -10,7 +10,7 @@ from support.pipelines import captured_file
 from torch import fx, nn
 
 from autopipe.errors import ProfileError
-from autopipe.measure import measure, whole
+from autopipe.measure import measure, segment_costs
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
 from autopipe.measure.measure import SizeMeasurement
@@ -193,7 +193,7 @@ def test_a_model_that_does_not_fit_is_measured_in_parts(monkeypatch, caplog):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(nodes, inputs, outputs, state)
 
-    monkeypatch.setattr("autopipe.measure.whole.Piece", Small)
+    monkeypatch.setattr("autopipe.measure.segment_costs.Piece", Small)
     with caplog.at_level(logging.INFO, "autopipe"):
         measured = size_run(capture, workload, 2, least_seconds=1e-9).measurement()
     assert "does not fit" in caplog.text
@@ -202,7 +202,7 @@ def test_a_model_that_does_not_fit_is_measured_in_parts(monkeypatch, caplog):
 
 def test_a_model_that_would_not_fit_is_not_run_as_a_whole(monkeypatch, caplog):
     _, capture, workload = stack_of()
-    monkeypatch.setattr("autopipe.measure.whole.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("autopipe.measure.segment_costs.available_bytes", lambda device: 1000)
     with caplog.at_level(logging.INFO, "autopipe"):
         measured = size_run(capture, workload, 2).measurement()
     assert "does not fit" in caplog.text and "add up to" not in caplog.text
@@ -242,7 +242,7 @@ def test_a_size_at_which_the_model_cannot_run_is_skipped_with_a_warning(caplog):
 )
 def test_larger_sizes_are_measured_if_they_are_quick_and_fit(seconds, free_bytes, measured, monkeypatch):
     _, capture, workload = stack_of()
-    monkeypatch.setattr(whole, "available_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(segment_costs, "available_bytes", lambda device: free_bytes)
     sizes = {"microbatch_sizes": (2, 4), "larger_sizes": (3, 8, 16), "quick_seconds": seconds}
     progress = []
     profile = measure(capture, workload, device="cpu", **sizes, progress=lambda text, part: progress.append(part))

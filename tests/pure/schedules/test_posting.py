@@ -9,7 +9,7 @@ from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COMPUTE, RECEIVES, SENDS, Op, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import lower, make
 from autopipe.schedules.kind import line
-from autopipe.schedules.posting import LOOKAHEAD, posts, turns
+from autopipe.schedules.lower import LOOKAHEAD, posts, turns
 
 LINE = lower(make("1f1b", line(3, 4)), StageEdges.chain(3))
 LOOPED = lower(make("interleaved", ScheduleSpec(((0,), (1,), (0,), (1,)), 2)), StageEdges.chain(4))

@@ -9,7 +9,7 @@ from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import Instruction, Op, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import lower, make, validate
 from autopipe.schedules.kind import line
-from autopipe.schedules.rules import RULES
+from autopipe.schedules.validate import RULES
 
 FLUSH = make("1f1b", line(2, 3))  # 0F0 0F1 0B0 0F2 0B1 0B2 0S | 1F0 1B0 1F1 1B1 1F2 1B2 1S
 TWICE = make("gpipe", line(2, 2, 2))

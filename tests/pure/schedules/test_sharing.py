@@ -6,7 +6,7 @@ import pytest
 
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules import Costs, make, simulate
-from autopipe.schedules.seconds.sharing import shared_clock
+from autopipe.schedules.simulate import shared_clock
 
 
 def test_ranks_without_a_core_take_turns():
