@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopipe.ir.channel import Channel
-from autopipe.ir.gradients import BUCKET_BYTES
+from autopipe.ir.messages import BUCKET_BYTES, Channel
 from autopipe.runtime.step.reduction import GradientSum
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 

@@ -44,7 +44,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
 
     Costs are sums over the nodes. ``workspace_bytes``, which a node frees again, is the maximum over the nodes.
     """
-    from autopipe.report import rates, sharding
+    from autopipe.report import profiles, rates
 
     profile = result.profile
     return {
@@ -77,7 +77,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
             "seconds_per_byte": profile.optimizer_seconds_per_byte,
             "bytes_per_byte": profile.optimizer_bytes_per_byte,
         },
-        "tensor_parallelism": sharding.document(profile.graph),
+        "tensor_parallelism": profiles.sharding_fields(profile.graph),
         "notes": result.notes,
         "warnings": result.warnings,
     }

@@ -60,7 +60,7 @@ class Lines:
 
 def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """Return the line of a step, counted from 1. ``start``: the run's first event, or {}."""
-    from autopipe.report.remaining import time_to_go
+    from autopipe.report.text import time_to_go
 
     of = f"/{start['steps']}" if start.get("steps") else ""
     left = time_to_go(start, fields)

@@ -39,7 +39,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     """
     from autopipe.commands.calibration.links import measure as measure_links
     from autopipe.ir.profile import COUNTED
-    from autopipe.report import estimates, plans, sharding, tables
+    from autopipe.report import plans, profiles, tables
 
     pipe = Pipeline(target, **given_of(ProfileOptions, given))
     work_dir = given["work_dir"]
@@ -54,7 +54,8 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     terminal.notes(result.notes, result.warnings)
     if result.profile.device.kind == COUNTED:
         terminal.table(
-            *estimates.profile(result.profile), sharding.line(result.profile.graph, result.profile.workload.team)
+            *profiles.estimate(result.profile),
+            profiles.sharding_line(result.profile.graph, result.profile.workload.team),
         )
         terminal.document("profile", documents.profile(result))
         terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=work_dir)
@@ -62,7 +63,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     terminal.table(tables.profile_table(result.profile), tables.block_table(result.profile))
     terminal.table(
         tables.optimizer_line(result.profile),
-        sharding.line(result.profile.graph, result.profile.workload.team),
+        profiles.sharding_line(result.profile.graph, result.profile.workload.team),
         *plans.links(measured),
     )
     terminal.document("profile", documents.profile(result) | documents.links(measured))
@@ -110,17 +111,17 @@ def plan_command(
 
 
 def _show(terminal: Terminal, result: PlanResult) -> None:
-    from autopipe.report import fit, plans, tables
+    from autopipe.report import plans, tables
 
     plan, profile, cluster = result.plan, result.profile, result.cluster
     estimated = bool(cluster.devices[0].datasheet)
-    numbers = fit.fit(plan, profile, cluster) if estimated else None
+    numbers = plans.fit(plan, profile, cluster) if estimated else None
     if numbers is not None:
-        terminal.table(fit.lines(numbers, plan))
+        terminal.table(plans.fit_lines(numbers, plan))
     terminal.notes(result.notes, result.warnings)
     alone = result.comparison.alone if result.comparison else None
     terminal.table(tables.stage_table(plan, cluster), tables.prediction_lines(plan, alone, estimated=estimated))
-    if numbers is not None and (drawing := fit.picture(plan, profile, cluster)):
+    if numbers is not None and (drawing := plans.picture(plan, profile, cluster)):
         terminal.table(drawing)
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result) | ({} if numbers is None else {"fit": numbers.document()}))

@@ -106,26 +106,26 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         terminal.json = False  # rank 0 prints the one document
         return external_ranks.follow(settings)
     from autopipe.commands.training import runs
-    from autopipe.report import training
+    from autopipe.report import run_tables
 
     from .live import watching
 
     with external_ranks.lead(settings) as (led, rendezvous), watching(terminal, given["events"]) as events:
         result = runs.train(placed(led), events, rendezvous)
-    terminal.table(*training.tables_of(result))
+    terminal.table(*run_tables.result_tables(result))
     terminal.document("train", result)
     if result.stopped:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
         terminal.next("the same command with --resume")
-        terminal.say(training.proven(result))
+        terminal.say(run_tables.proven(result))
         return failures.STOPPED
     if result.stopped_by:
         terminal.say(f"{result.stopped_by} ended the run at step {result.step}, with a checkpoint")
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
     if result.unproven:
-        terminal.notes((), (training.proven(result),))
+        terminal.notes((), (run_tables.proven(result),))
     elif result.losses:
-        terminal.say(training.proven(result))
+        terminal.say(run_tables.proven(result))
     return 1 if result.unproven else 0
 
 

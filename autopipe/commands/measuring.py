@@ -35,7 +35,7 @@ from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
 from autopipe.trace.teams import alone
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 Accept = Callable[[Graph], None]
 """Takes the captured graph before it is measured; raises to refuse it."""

@@ -25,8 +25,7 @@ from autopipe.trace.explain import depends_on_data
 from autopipe.trace.teams import difference, member_of
 from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.batches.items import kept, shapes
-from autopipe.workload.cutting.dimensions import REMEDY
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import REMEDY, Minibatch
 from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
 from autopipe.workload.target.targets import user_line
 

@@ -47,7 +47,7 @@ from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 
 def profile(

@@ -1,8 +1,17 @@
-"""The messages between the stages of a plan: the edges for lowering, and the values in each message.
+"""The messages between the stages of a plan: the edges for lowering, and the values in each message. Pure arithmetic.
 
 Forward: each boundary value goes from its producer directly to each consumer. Backward: its gradient returns as a chain
 through the consumers, last to first, to the producer (see ``ir.plan.Boundary``). The gradient of an exact tie takes the
 same kind of chain, through its copies to its owner.
+
+Loans are the parameters of other stages that a stage needs to run the ``after_step`` hook. The new value of a parameter
+may depend on others: a momentum teacher's depends on its student's. If those are in another stage, their values after
+the optimizer's step are sent to the stage. It runs the hook over its own parameters and these loans, and discards the
+changes to the loans. So its own parameters get the same values as in one process.
+
+``chains``: the stages through which the gradient of a boundary value returns. A stage that reads a value without
+differentiating it (detached, compared, counted) has no gradient to return. So the chain of stages along which a
+boundary's gradient travels does not include it.
 """
 
 from __future__ import annotations
@@ -11,14 +20,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.channel import ACTIVATION, BATCH, GRADIENT, LOAN, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
-from autopipe.ir.gradients import chains, moving_ties, trained_ties
-from autopipe.ir.graph import Graph
-from autopipe.ir.loans import Loan, loans
+from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import ScheduleSpec, StageEdges
 
 Edge = tuple[int, int]
+
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, LOAN, LOSS, BATCH = (
+    "activation",
+    "gradient",
+    "tie-gradient",
+    "tie-value",
+    "loan",
+    "loss",
+    "batch",
+)
+# the kinds whose tensors are contiguous and stay on the CPU, on any device that the rank computes on
+FIGURES = (LOSS, BATCH)
+
+# The gradients of replicas are reduced in buckets of this size (PyTorch DDP, arXiv:2006.15704, section 3.2).
+BUCKET_BYTES = 25 * 2**20
 
 
 def tied(parameter: str) -> str:
@@ -134,3 +155,120 @@ def message_bytes(plan: Plan, graph: Graph, message_plan: MessagePlan) -> dict[E
     num_bytes |= {tied(tie.parameter): graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
     every = (*message_plan.forward.items(), *message_plan.backward.items())
     return {edge: sum(num_bytes[value] for value in values) for edge, values in every}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """One direction between two ranks; messages arrive in the order in which they are sent.
+
+    Two ranks may exchange messages for several pairs of stages. Each pair has its own channel.
+    """
+
+    kind: str  # one of the constants above
+    from_stage: int
+    to_stage: int
+    from_rank: int
+    to_rank: int
+
+    def __str__(self) -> str:
+        source, target = f"{self.from_stage} (rank {self.from_rank})", f"{self.to_stage} (rank {self.to_rank})"
+        return f"{self.kind} of stage {source} to stage {target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A parameter that stage ``owner`` steps, and sends to stage ``reader`` after each step."""
+
+    parameter: str
+    owner: int
+    reader: int
+
+
+def owners(plan: Plan) -> dict[str, int]:
+    """Return the stage that steps each parameter: for a tied one, the first of its stages."""
+    owners: dict[str, int] = {}
+    for stage in plan.stages:
+        for name in stage.parameters:
+            owners.setdefault(name, stage.index)
+    return owners
+
+
+def borrowed(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Return, for each parameter that the hook changes, the ones of other stages that its new value depends on."""
+    owner = owners(plan)
+    return {
+        name: tuple(other for other in read if owner[other] != owner[name]) for name, read in graph.after_step.items()
+    }
+
+
+def loans(plan: Plan, graph: Graph) -> tuple[Loan, ...]:
+    """Return all loans of a plan, sorted by reader and by the order of the model's parameters: equal on every rank."""
+    owner = owners(plan)
+    wanted = {(owner[name], other) for name, others in borrowed(plan, graph).items() for other in others}
+    return tuple(
+        Loan(name, owner[name], stage.index)
+        for stage in plan.stages
+        for name in graph.parameters
+        if (stage.index, name) in wanted
+    )
+
+
+def num_buckets(num_bytes: float) -> int:
+    """Return about how many buckets ``num_bytes`` of gradients need."""
+    return max(1, -(-int(num_bytes) // BUCKET_BYTES))
+
+
+def _may_carry(node: Node) -> bool:
+    """Return whether a result may need a gradient: True if unknown, as for a tuple or a call that changes memory."""
+    return node.spec is None or node.spec.requires_grad
+
+
+def _reached(graph: Graph) -> list[bool]:
+    """Return, for every node, whether the backward from the loss may run through it."""
+    needed, reached_backwards = set(graph.outputs[:1]), []
+    for node in reversed(graph.nodes):
+        reached = _may_carry(node) and (node.name in needed or bool(node.mutates))
+        if reached:
+            needed.update(node.inputs)
+        reached_backwards.append(reached)
+    return reached_backwards[::-1]
+
+
+def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return, for every boundary value with a gradient, the stages that add to the gradient, producer first.
+
+    Values that no later stage differentiates are not included.
+    """
+    reached = _reached(graph)
+    last = len(plan.stages) - 1
+    chain_of = {}
+    for boundary in plan.boundaries:
+        if not boundary.spec.requires_grad:
+            continue
+        readers = [
+            stage
+            for stage in boundary.consumers
+            if _reads(graph.nodes[plan.stages[stage].start : plan.stages[stage].stop], boundary.value, reached, graph)
+            or (stage == last and boundary.value == graph.outputs[0])
+        ]
+        if readers:
+            chain_of[boundary.value] = (boundary.producer, *readers)
+    return chain_of
+
+
+def trained_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:
+    """Return the ties whose stages exchange gradients: those of trained parameters.
+
+    A plan also lists the ties of frozen parameters, because its digest covers them. Their stages exchange no gradient,
+    and no value unless ``after_step`` changes it (``moving_ties``).
+    """
+    return tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
+
+
+def moving_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:
+    """Return the ties whose stages exchange values: trained parameters, and those that ``after_step`` changes."""
+    return tuple(tie for tie in plan.ties if tie.parameter in graph.moving)
+
+
+def _reads(nodes: Sequence[Node], value: str, reached: Sequence[bool], graph: Graph) -> bool:
+    return any(value in node.inputs and reached[graph.position[node.name]] for node in nodes)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from autopipe.ir.artifact import OMIT_DEFAULT
-from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
+from autopipe.ir.microbatch_loss import Coupling
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COUNTED = "none"

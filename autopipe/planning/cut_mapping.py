@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.gradients import chains
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.messages import chains
 from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Stage
 from autopipe.planning.cost.atoms import may_run_twice

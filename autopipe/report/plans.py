@@ -1,13 +1,22 @@
-"""The output of ``plan`` below its stages: comparisons with other plans, and explanations."""
+"""The output of ``plan`` besides its stages: comparisons, explanations, and whether a model fits other devices."""
 
 from __future__ import annotations
 
+import itertools
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
-from autopipe.ir.plan import Plan, most_bytes
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan, bytes_by_rank, most_bytes
+from autopipe.ir.profile import Profile
+from autopipe.planning.clusters import precision_of
+from autopipe.planning.cost.datasheets import datasheet, utilization
+from autopipe.planning.cost.predict import timeline_of
+from autopipe.schedules import render_timeline
 from autopipe.units import in_bandwidth, in_bytes, in_seconds
 
 if TYPE_CHECKING:
@@ -15,7 +24,12 @@ if TYPE_CHECKING:
     from autopipe.planning import Comparison, Explanation
     from autopipe.report.results import Scaling
 
+
 BAR = 50
+
+_MOST_DRAWN = 8192  # pairs of a rank and a microbatch: more take seconds to simulate, and cannot be seen
+_DRAWN_RANKS = 32
+_LITTLE = 0.05  # of the memory of a device
 
 
 def configuration(plan: Plan) -> str:
@@ -137,3 +151,104 @@ def _across(level: Level | None) -> tuple[str, ...]:
         f"between two hosts: {in_seconds(level.latency_seconds)} latency, {in_bandwidth(level.bandwidth)}; "
         f"all-reduce {in_bandwidth(level.ring_bandwidth)}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A plan for described devices, in a few numbers."""
+
+    device: str
+    devices: int
+    precision: str
+    most_bytes: int  # of the device that needs the most
+    memory_bytes: int  # of that device; 0: no limit
+    tokens_per_second: float | None  # None if a sample is not a sequence of numbers
+    mfu: float | None  # of the peak of the datasheet; None without one
+    other_precision: str = ""  # one that the device computes faster in, if the plan is for fp32
+
+    def document(self) -> dict[str, Any]:
+        """Return the keys that ``plan --json`` adds."""
+        return {
+            "peak_bytes": self.most_bytes,
+            "memory_bytes": self.memory_bytes or None,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "precision": self.precision,
+        }
+
+
+def fit(plan: Plan, profile: Profile, cluster: Cluster) -> Fit:
+    """Return the numbers of a plan. ``profile``: as the plan was made from, with its operations."""
+    used = bytes_by_rank(plan.stages)
+    worst = max(used, key=lambda rank: used[rank] / (cluster.memory_of(rank) or float("inf")))
+    if not cluster.memory_of(worst):
+        worst = max(used, key=lambda rank: used[rank])
+    predicted, device, precision = plan.predicted, cluster.devices[0], precision_of(profile)
+    tokens = _tokens(profile)
+    flops = profile.at(plan.microbatch_size).model_flops * plan.batch_size / plan.microbatch_size
+    rate = flops / predicted.step_seconds / plan.num_ranks if predicted.step_seconds else 0.0
+    return Fit(
+        device.name,
+        plan.num_processes,
+        precision,
+        used[worst],
+        cluster.memory_of(worst),
+        tokens * predicted.samples_per_second if tokens else None,
+        utilization(rate, device.datasheet, precision) if rate and device.datasheet else None,
+        _faster_than_fp32(device.datasheet) if precision == "fp32" else "",
+    )
+
+
+def _faster_than_fp32(name: str) -> str:
+    if not name:
+        return ""
+    return "bf16" if datasheet(name).bf16 else "fp16"
+
+
+def _tokens(profile: Profile) -> int | None:
+    """Return the tokens of a sample: the length of the first input of whole numbers with one dimension per sample."""
+    sizes = profile.graph.sizes(1)
+    for each in profile.graph.inputs:
+        if each.spec.dtype in ("int64", "int32") and len(each.spec.shape) == 2:
+            return each.spec.concrete(sizes)[1]
+    return None
+
+
+def fit_lines(numbers: Fit, plan: Plan) -> str:
+    """Return the verdict: whether it fits, and how fast it is."""
+    predicted = plan.predicted
+    of = f" of {in_bytes(numbers.memory_bytes)}" if numbers.memory_bytes else ""
+    parts = [f"{in_seconds(predicted.step_seconds)} a step", f"{predicted.samples_per_second:.4g} samples/s"]
+    if numbers.tokens_per_second is not None:
+        parts.append(f"{numbers.tokens_per_second:,.0f} tokens/s")
+    if numbers.mfu is not None:
+        parts.append(f"MFU {numbers.mfu:.0%}")
+    parts.append(f"bubble {predicted.bubble_fraction:.0%}")
+    hint = ""
+    left = numbers.memory_bytes - numbers.most_bytes
+    if numbers.memory_bytes and left < _LITTLE * numbers.memory_bytes:
+        hint += f"\nlittle to spare: {in_bytes(max(left, 0))} by estimate; --gpu-memory SIZE plans for less memory"
+    if numbers.other_precision:
+        hint += f"\nplanned in fp32, as the model is; for mixed precision, add --precision {numbers.other_precision}"
+    return (
+        f"fits {numbers.devices} x {numbers.device} in {numbers.precision}: at most "
+        f"{in_bytes(numbers.most_bytes)}{of} on a device\n"
+        f"estimate: {', '.join(parts)}{hint}"
+    )
+
+
+def picture(plan: Plan, profile: Profile, cluster: Cluster) -> str:
+    """Return the timeline of a step as text, equal ranks in one row; "" if it is too large to see."""
+    if plan.num_ranks > _DRAWN_RANKS or plan.num_ranks * plan.num_microbatches > _MOST_DRAWN:
+        return ""
+    *rows, scale, footer = render_timeline(timeline_of(plan, profile, cluster), 72).splitlines()
+    drawn: list[tuple[str, str]] = []  # label and timeline
+    for line, of_rank in itertools.groupby(rows, lambda row: row[row.index("|") :]):
+        labels = [row[: row.index("|")] for row in of_rank]
+        ranks = [number for label in labels for number in re.findall(r"\d+", label)]
+        label = labels[0].strip() if len(labels) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        drawn.append((label, line))
+    width = max(len(label) for label, _ in drawn)
+    by = width + 1 - rows[0].index("|")  # the labels are wider by
+    scale = " " * by + scale if by >= 0 else scale[-by:]
+    return "\n".join([*(f"{label:<{width}} {line}" for label, line in drawn), scale, footer])

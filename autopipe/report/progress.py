@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.errors import counted
-from autopipe.report.remaining import time_to_go
+from autopipe.report.text import time_to_go
 
 # a terminal that becomes narrower breaks the lines that are on it: none is longer than a usual terminal is wide
 MOST_COLUMNS = 79

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.coupling import COUPLED, in_percent
+from autopipe.ir.microbatch_loss import COUPLED, in_percent
 from autopipe.ir.plan import Plan, Stage, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.report import grids, rates

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from autopipe.errors import PlanError
 from autopipe.ir.agreement import refuse_disagreement
-from autopipe.ir.channel import Channel
-from autopipe.ir.gradients import moving_ties
 from autopipe.ir.graph import Graph
-from autopipe.ir.messages import MessagePlan, channels
+from autopipe.ir.messages import Channel, MessagePlan, channels, moving_ties
 from autopipe.ir.plan import Plan, Stage
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules import make

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import InternalError, RunError
-from autopipe.ir.channel import ACTIVATION, GRADIENT
-from autopipe.ir.messages import Edge
+from autopipe.ir.messages import ACTIVATION, GRADIENT, Edge
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import COMPUTE, COPIES, Instruction, Op, ScheduleSpec
 from autopipe.runtime.batches.on_device import on_host

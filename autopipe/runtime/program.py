@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
-from autopipe.ir.messages import Edge
+from autopipe.ir.messages import ACTIVATION, GRADIENT, Channel, Edge
 from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Op, ScheduleSpec
 from autopipe.schedules import Turn
 

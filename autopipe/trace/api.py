@@ -39,7 +39,7 @@ from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.batches.layouts import laid_out
-from autopipe.workload.model.modes import trains
+from autopipe.workload.model.factory import trains
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import field
 
 from torch import Tensor, fx
 
-from autopipe.ir.coupling import Coupling
 from autopipe.ir.graph import Graph
+from autopipe.ir.microbatch_loss import Coupling
 from autopipe.ir.teams.axes import Shard
 from autopipe.trace.evaluation import Arguments
 from autopipe.trace.loss.divisor import Divisor

@@ -41,7 +41,7 @@ from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, siz
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.batches.items import shapes
-from autopipe.workload.model.modes import trains
+from autopipe.workload.model.factory import trains
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopipe.ir.gradients import trained_ties
+from autopipe.ir.messages import trained_ties
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.context import RunContext
 

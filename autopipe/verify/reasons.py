@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.gradients import trained_ties
+from autopipe.ir.messages import trained_ties
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job
 

@@ -31,12 +31,11 @@ from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import declared
-from autopipe.workload.hooks import candidates, loss_errors
-from autopipe.workload.hooks.choice import Choice, choice_of
+from autopipe.workload.hooks import candidates, loss
 from autopipe.workload.hooks.hook import Hook, find_hooks, find_observers
 from autopipe.workload.hooks.loss import LossFunction
 from autopipe.workload.hooks.own_loss import OwnLoss
-from autopipe.workload.hooks.stepping import Stepping
+from autopipe.workload.hooks.stepping import Choice, Stepping, choice_of
 from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.model.building import NoModelError, find_builder
 from autopipe.workload.model.factory import ModelFactory
@@ -344,7 +343,7 @@ class Workload:
                 if len(names) == 1 and names[0] not in item:
                     remedy = f"forward takes one argument, and got the dict, which has no key {names[0]}"
                 if len(item) > 1:
-                    remedy += f": let data give {loss_errors.pair_of(list(item), names)}"
+                    remedy += f": let data give {loss.pair_of(list(item), names)}"
             fits = isinstance(error, items.UNRELATED)
             what = f"{self.name} failed on a batch" if fits or no_kernel else f"the batch does not fit {self.name}"
             if fits:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
-from autopipe.ir.channel import ACTIVATION, Channel
 from autopipe.ir.cluster import Level, Links
+from autopipe.ir.messages import ACTIVATION, Channel
 from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch import env
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory

@@ -19,7 +19,6 @@ from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.optimizer_probe import Finding, probe, probe_members
 from autopipe.workload import Workload
-from autopipe.workload.model.shared_memory import overlapping
 
 # What the members of a team cannot run: their tensors are parts, and a step or a hook may look at a complete one.
 
@@ -35,7 +34,7 @@ def refusal_of_team(workload: Workload, plan: Plan, graph: Graph, model: nn.Modu
         return None
     model = workload.build_model() if model is None else model
     dimensions = _cut(graph, model)
-    pair = overlapping(model)
+    pair = _overlapping(model)
     if pair is not None and not dimensions.keys().isdisjoint(pair):
         return RunError(
             f"parameters {pair[0]} and {pair[1]} share memory, and the members of a team cut them apart",
@@ -142,7 +141,7 @@ def hidden_cause(prepared: Prepared) -> RunError | None:
 
 
 def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
-    pair = overlapping(model)
+    pair = _overlapping(model)
     if pair is None:
         return None
     plan = prepared.plan
@@ -337,3 +336,23 @@ def _first_wrong(comparison: Comparison, graph: Graph, context: RunContext) -> t
     stages = context.plan.stages
     stage = next((s.index for s in stages if s.start <= index < s.stop), stages[0].index)
     return name, stage, graph.nodes[index] if index >= 0 else None
+
+
+def _overlapping(model: nn.Module) -> tuple[str, str] | None:
+    """Return the names of two parameters whose elements share memory, such as a view of another; None if none do.
+
+    One parameter under two names is a tie and does not count.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        start = int(parameter.storage_offset()) * parameter.element_size()
+        extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        end = start + int(extent) * parameter.element_size()
+        others = spans.setdefault(parameter.untyped_storage().data_ptr(), [])
+        for other_start, other_end, other in others:
+            if start < other_end and other_start < end:
+                return other, name
+        others.append((start, end, name))
+    return None

@@ -10,7 +10,7 @@ import torch
 from autopipe.commands.prepared import Prepared
 from autopipe.errors import RunError
 from autopipe.generate import load_divisor
-from autopipe.ir.coupling import COUPLED
+from autopipe.ir.microbatch_loss import COUPLED
 from autopipe.report.results import FullBatchParameter, FullBatchReport
 from autopipe.runtime.step.shares import divisors_of, divisors_of_parts
 from autopipe.trace.loss.coupling import normalised_layers

@@ -19,7 +19,7 @@ from autopipe.ir.profile import Profile
 from autopipe.report.results import FullBatchReport
 from autopipe.verify.comparison import Comparison
 from autopipe.workload import Workload
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.ir.teams.axis_sets import coverage
 from autopipe.planning.requests import PlanRequest
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 MOST_MEMBERS = 8
 """The largest team that ``auto`` tries."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.gradients import num_buckets
 from autopipe.ir.graph import Graph
-from autopipe.ir.messages import Edge, MessagePlan, message_bytes
+from autopipe.ir.messages import Edge, MessagePlan, message_bytes, num_buckets
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule

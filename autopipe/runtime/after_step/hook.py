@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.errors import RunError
 from autopipe.ir.graph import Graph
-from autopipe.ir.loans import Loan
-from autopipe.ir.messages import loan_channel
+from autopipe.ir.messages import Loan, loan_channel
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.transport.base import Transport
 from autopipe.workload import Workload

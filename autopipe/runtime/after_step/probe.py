@@ -16,7 +16,7 @@ from torch import nn
 from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Graph
-from autopipe.ir.loans import loans, owners
+from autopipe.ir.messages import loans, owners
 from autopipe.ir.plan import Plan
 from autopipe.trace.after_step.effects import WHOLE_BYTES, copies, state_restored
 from autopipe.workload import Workload

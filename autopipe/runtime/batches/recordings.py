@@ -23,8 +23,8 @@ from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
+from autopipe.ir.microbatch_loss import Shares
 from autopipe.ir.plan import Plan
-from autopipe.ir.shares import Shares
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
 from autopipe.runtime.batches.recording import Microbatch, Recording, refuse_other_kinds

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopipe.ir.gradients import BUCKET_BYTES
+from autopipe.ir.messages import BUCKET_BYTES
 from autopipe.runtime.transport.base import Pending, Transport
 
 # kernels may take another path, and round differently, at other alignments

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.ir.shares import Shares
+from autopipe.ir.microbatch_loss import Shares
 from autopipe.stage import Stage
 
 

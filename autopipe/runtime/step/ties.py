@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from autopipe.ir.channel import TIE_GRADIENT, TIE_VALUE, Channel
-from autopipe.ir.messages import tie_channels
+from autopipe.ir.messages import TIE_GRADIENT, TIE_VALUE, Channel, tie_channels
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.errors import AutopipeError, InternalError, RunError
-from autopipe.ir.channel import Channel
+from autopipe.ir.messages import Channel
 from autopipe.strides import Layout, arranged, copied
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.channel import ACTIVATION, FIGURES, GRADIENT, Channel
+from autopipe.ir.messages import ACTIVATION, FIGURES, GRADIENT, Channel
 
 MOST_GROUPS = 8
 """Communicators of a rank, if no stage has neighbours on many ranks."""

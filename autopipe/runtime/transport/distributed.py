@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.ir.channel import FIGURES, Channel
+from autopipe.ir.messages import FIGURES, Channel
 from autopipe.runtime.transport.base import Pending, translate, with_index
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.departures import Departures

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import RunError
-from autopipe.ir.channel import Channel
+from autopipe.ir.messages import Channel
 from autopipe.runtime.transport.communicators import Communicators, Pair
 
 _POLL_SECONDS = 0.005

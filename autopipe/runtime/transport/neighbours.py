@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from autopipe.ir.channel import Channel
+from autopipe.ir.messages import Channel
 from autopipe.runtime.unix_sockets import is_same_user
 
 _LARGEST_BYTES = 1 << 20  # of a message: gloo's thread receives larger ones while the rank computes

@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from autopipe.ir.channel import BATCH, Channel
-from autopipe.ir.messages import batch_channel
+from autopipe.ir.messages import BATCH, Channel, batch_channel
 from autopipe.runtime.transport.base import Pending, Transport
 from autopipe.strides import Layout
 

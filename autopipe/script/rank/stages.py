@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.generate.loader import load_constants, load_stage
-from autopipe.ir.channel import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.ir.messages import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.compiled import compile_stage
 from autopipe.runtime.received import readable
 from autopipe.runtime.transport.absent import absent, is_absent

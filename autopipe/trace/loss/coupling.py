@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from autopipe.errors import ModelFileError
-from autopipe.ir.coupling import COUPLED, Coupling
 from autopipe.ir.graph import Graph
+from autopipe.ir.microbatch_loss import COUPLED, Coupling, Shares
 from autopipe.ir.module_names import called
-from autopipe.ir.shares import Shares
 from autopipe.trace.loss.divisor import Divisor
 from autopipe.trace.loss.steady import difference, gradients_of, in_float32, item_in_float32, precision_of, steady
 from autopipe.workload import Item, Workload

@@ -19,9 +19,8 @@ from autopipe.errors import ModelFileError, with_article
 from autopipe.workload.batches import items
 from autopipe.workload.batches.isolation import PrivateRandom
 from autopipe.workload.batches.items import Item, SyntheticInput
-from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions
+from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions, Minibatch, split_by
 from autopipe.workload.cutting.find import SizeNotAvailable, infer, is_plain
-from autopipe.workload.cutting.hook import Minibatch, split_by
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import users_code
 

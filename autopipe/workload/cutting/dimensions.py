@@ -1,7 +1,8 @@
 """``BatchDimensions``: the dimension of each tensor of a batch that counts the samples; cuts and resizes batches.
 
 A tensor is cut along that dimension as by ``torch.tensor_split``. A tensor without such a dimension (a table, a class
-weight) and every value that is not a tensor go unchanged to every microbatch.
+weight) and every value that is not a tensor go unchanged to every microbatch. With the ``split`` hook, a function of
+the user cuts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import ModelFileError, counted
-from autopipe.workload.batches.items import Item, containers, path_text, paths, shapes
+from autopipe.errors import ModelFileError, counted, with_article
+from autopipe.workload.batches.items import Item, containers, normalised, path_text, paths, shapes
 from autopipe.workload.batches.layouts import laid_out
+from autopipe.workload.hooks.hook import Hook
 
 WHOLE = -1  # in place of a dimension: a tensor that is never cut
 LIST = -2  # in place of a dimension: a list with one entry per sample
@@ -266,3 +268,31 @@ def check_samples_first(item: Item, origin: str, batch_size: int | None = None) 
         raise ModelFileError(
             f"{origin} returned a batch that is not samples-first: {problem} ({shapes(item)})", remedy=REMEDY
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The size and the number of parts of the minibatches of a training."""
+
+    parts: int = 1  # number of microbatches
+    batch_size: int | None = None  # None for the data's own
+
+
+def split_by(hook: Hook, item: Item, parts: int) -> list[Item]:
+    """Return the microbatches that the hook returns for a batch: ``parts`` of them, or fewer.
+
+    Raises: ModelFileError if the hook fails, or returns anything else.
+    """
+    microbatches = hook(item, parts)
+    problem = ""
+    if not isinstance(microbatches, (list, tuple)):
+        problem = f"returned {with_article(type(microbatches).__name__)}"
+    elif not 1 <= len(microbatches) <= parts:
+        problem = f"returned {counted(len(microbatches), 'batch')}, and {parts} were requested"
+    if problem:
+        raise ModelFileError(
+            f"{hook.label} {problem}",
+            where=hook.place,
+            remedy="return a list of `parts` batches, each structured like a batch of the data",
+        )
+    return [normalised(microbatch, f"{hook.label}, part {number}") for number, microbatch in enumerate(microbatches)]

@@ -18,17 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopipe.draws import opaque_calls
 from autopipe.errors import ModelFileError, with_article
-from autopipe.workload.batches.items import Item
-from autopipe.workload.hooks import loss_errors
+from autopipe.workload.batches.items import COMPARE_SHAPES, CORRECT, UNRELATED, Item, remedy_of, shape_of
 from autopipe.workload.hooks.calling import carried_by, output_of
 from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.target.targets import user_line
 
 _FAILED_ON = "_autopipe_loss_failed_on"  # attribute of an exception of the loss: output, target, function
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_OF_FLOATS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_FLATTENED = "return F.cross_entropy(output.flatten(0, -2), target.flatten())"
+_MAX_LEAVES = 4  # of an output, in a message
 
 
 class LossFunction:
@@ -105,12 +109,12 @@ class LossFunction:
         if failed_on is None:
             return None
         output, target, function = failed_on
-        lacks = loss_errors.lacks_target(error, item)
-        given = "no target" if lacks else f"target {loss_errors.described(target)}"
+        lacks = _lacks_target(error, item)
+        given = "no target" if lacks else f"target {_described(target)}"
         return ModelFileError(
-            f"the loss failed: output {loss_errors.described(output)}, {given}: {type(error).__name__}: {error}",
+            f"the loss failed: output {_described(output)}, {given}: {type(error).__name__}: {error}",
             where=user_line(error, self._path),
-            remedy=loss_errors.remedy(error, output, lacks, function, synthetic=self._synthetic),
+            remedy=remedy(error, output, lacks, function, synthetic=self._synthetic),
         )
 
     def _no_loss(self, output: Any, loss: Any, item: Item) -> ModelFileError:
@@ -138,10 +142,71 @@ class LossFunction:
         if isinstance(output, (tuple, list)) and any(value is None for value in output):
             return f"let data give ((inputs, target), None), if forward returns the loss for a target; or {own}"
         if not isinstance(output, Tensor):
-            return f"{own}, which gets this output ({loss_errors.described(output)}); or return the loss as output.loss"
+            return f"{own}, which gets this output ({_described(output)}); or return the loss as output.loss"
         name, function = self._likely
         option = f"--loss :{name}" if name else "--loss torch.nn:CrossEntropyLoss"
         target = ""
-        if not loss_errors.has_target(item):
-            target = f", and {loss_errors.target_for(output, function, synthetic=self._synthetic)}"
+        if not _has_target(item):
+            target = f", and {_target_for(output, function, synthetic=self._synthetic)}"
         return f"give {option}{target}; or define loss(output, target) in the model file, or put labels into the batch"
+
+
+def _described(value: Any) -> str:
+    """Return the shapes of an output or a target: ``float32[8, 3]``, ``{'x': int64[8]}``, ``None``."""
+    if isinstance(value, Tensor):
+        return shape_of(value)
+    leaves = pytree.tree_flatten_with_path(value)[0]
+    tensors = [f"{pytree.keystr(path)}: {shape_of(leaf)}" for path, leaf in leaves if isinstance(leaf, Tensor)]
+    shown = ", ".join(tensors[:_MAX_LEAVES]) + (", ..." if len(tensors) > _MAX_LEAVES else "")
+    kind = "" if value is None else type(value).__name__
+    return f"{kind}({shown})" if tensors else kind or "None"
+
+
+def _has_target(item: Item) -> bool:
+    """Return whether a batch has a target apart from the inputs."""
+    return not isinstance(item, Mapping) and item[1] is not None
+
+
+def _lacks_target(error: Exception, item: Item) -> bool:
+    """Return whether a loss failed because the batch has no target: it got None, or the dict that is the batch."""
+    return not _has_target(item) and ("dict" if isinstance(item, Mapping) else "None") in str(error)
+
+
+def _target_for(output: Any, function: Any, *, synthetic: bool) -> str:
+    """Return how to give a target that the loss ``function`` takes with this output. ``synthetic``: with --input."""
+    if not synthetic:
+        return "let data give (inputs, target)"
+    sizes = [int(size) for size in output.shape] if isinstance(output, Tensor) else [32, 10]
+    if isinstance(function, _OF_FLOATS) or len(sizes) < 2:
+        return f'add --input "target:f32{_written(sizes)}"'
+    return f'add --input "target:i64{_written(sizes[:-1])}<{sizes[-1]}>"'
+
+
+def remedy(error: Exception, output: Any, lacks: bool, function: Any, *, synthetic: bool) -> str:
+    """Return the remedy for a loss ``function`` that failed on an output. ``lacks``: it got no target."""
+    classes_last = isinstance(function, nn.CrossEntropyLoss) and isinstance(output, Tensor) and output.dim() > 2
+    flattened = f"CrossEntropyLoss takes the classes in dimension 1: define loss(output, target): {_FLATTENED}"
+    if lacks:
+        added = f"the batch has no target: {_target_for(output, function, synthetic=synthetic)}"
+        return f"{added}; {flattened}" if classes_last else added
+    if isinstance(error, UNRELATED):
+        return CORRECT
+    if remedy_of(error) != COMPARE_SHAPES:
+        return remedy_of(error)
+    return flattened if classes_last else "compare the shapes of output and target with what the loss takes"
+
+
+def pair_of(keys: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return the pair that data should give instead of a dict with keys that the forward does not take."""
+    inputs = [key for key in keys if key in arguments] or list(keys[:1])
+    others = [key for key in keys if key not in inputs]
+    return f"({_items(inputs)}, {_items(others)})"
+
+
+def _items(keys: Sequence[str]) -> str:
+    read = ", ".join(f'batch["{key}"]' for key in keys)
+    return read if len(keys) == 1 else f"({read})"
+
+
+def _written(sizes: Sequence[int]) -> str:
+    return f"[{','.join(str(size) for size in sizes)}]"

@@ -1,4 +1,4 @@
-"""``ModelFactory``: build the user's model with the same initial weights every time."""
+"""``ModelFactory``: build the user's model with the same initial weights every time; the modes of its modules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.draws import exclusive
-from autopipe.errors import ModelFileError
+from autopipe.errors import ModelFileError, counted
 from autopipe.ir.initial_values import InitialValues
 from autopipe.workload.batches.isolation import seeded
 from autopipe.workload.hooks.own_loss import OwnLoss
 from autopipe.workload.model import partial
 from autopipe.workload.model.building import Builder, forward_names
 from autopipe.workload.model.digests import initial_values
-from autopipe.workload.model.modes import for_training
-from autopipe.workload.model.uninitialized import ZeroedMemory
+from autopipe.workload.model.partial import ZeroedMemory
 
 # Build a model without memory for its parameters, whose values are loaded from a file afterwards.
 #
@@ -32,6 +31,8 @@ from autopipe.workload.model.uninitialized import ZeroedMemory
 # real build. ``shifted`` reveals such buffers: it draws extra numbers with every parameter, and only they change.
 #
 # Source: the idea of ``init_empty_weights`` of Hugging Face accelerate. Unlike there, tied parameters stay tied.
+
+_SHOWN = 3  # modules that a note names
 
 
 @contextlib.contextmanager
@@ -108,3 +109,28 @@ class ModelFactory:
                     return forward_names(self.builder.build())
             except ModelFileError:
                 return forward_names(self.builder.build())
+
+
+def trains(model: nn.Module) -> bool:
+    """Return whether any module of a model is in training mode."""
+    return any(module.training for module in model.modules())
+
+
+def for_training(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model ready to train, and a note for the user on its modes, or "".
+
+    A model whose modules differ in mode stays as it is. Otherwise ``model.train()`` is called, as in a script: a model
+    of ``from_pretrained`` comes in evaluation mode, and a ``train`` of its own may keep some modules in that mode.
+    """
+    modes = {module.training for module in model.modules()}
+    if len(modes) == 1:
+        model.train()
+        return model, "" if True in modes else "the model was in evaluation mode; train() was called"
+    fixed = [path for path, module in model.named_modules() if not module.training]
+    outermost = [path for path in fixed if path.rpartition(".")[0] not in fixed or not path]
+    named = [path or "the model itself" for path in outermost[:_SHOWN]]
+    more = f" and {len(outermost) - _SHOWN} more" if len(outermost) > _SHOWN else ""
+    return model, (
+        f"{counted(len(fixed), 'module')} of {len(list(model.modules()))} in evaluation mode, as the model file sets "
+        f"them: {', '.join(named)}{more} (to change that, call model.train() where the model is built)"
+    )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.nccl.exchanges import compared, order_matters
 from support.ranks import run_ranks
 
-from autopipe.ir.channel import ACTIVATION, GRADIENT, LOSS, Channel
+from autopipe.ir.messages import ACTIVATION, GRADIENT, LOSS, Channel
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import ProcessTransport, file_store
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, groups_of

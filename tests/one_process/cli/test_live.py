@@ -15,8 +15,7 @@ from autopipe.cli.live import Lines, step_line, watching
 from autopipe.cli.terminal import Terminal
 from autopipe.errors import RunError
 from autopipe.report.progress import MOST_COLUMNS, RunDisplay
-from autopipe.report.remaining import seconds_left, time_to_go
-from autopipe.report.text import in_minutes
+from autopipe.report.text import in_minutes, seconds_left, time_to_go
 
 
 class Screen(Terminal):

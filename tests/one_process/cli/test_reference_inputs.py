@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopipe import draws
-from autopipe.ir.shares import Shares
+from autopipe.ir.microbatch_loss import Shares
 from autopipe.reference import minibatches
 from autopipe.runtime.step import shares
 from autopipe.runtime.step.deferred import DeferredStatistics

@@ -12,8 +12,8 @@ from autopipe.errors import WorkerError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.report.results import CheckReport, ParameterError, StagePeak, TrainResult
+from autopipe.report.run_tables import result_tables
 from autopipe.report.tables import check, stage_table
-from autopipe.report.training import tables_of
 
 CLUSTER = Cluster((Level("host", 2, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
 
@@ -38,11 +38,11 @@ def test_the_stages_of_a_transformer_are_its_blocks() -> None:
     assert emptied.stages[0].name == f"{first.first} .. {first.last}" and emptied.digest == plan.digest
 
 
-def test_tables_of_runs_and_comparisons_have_the_names() -> None:
+def test_result_tables_runs_and_comparisons_have_the_names() -> None:
     names = ("emb, blocks.0", "blocks.1, head")
     result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "", "", modules=names)
     peak = StagePeak(**{field.name: 1 for field in dataclasses.fields(StagePeak)})
-    assert "blocks.1, head" in shown(*tables_of(dataclasses.replace(result, peaks=(peak,))))
+    assert "blocks.1, head" in shown(*result_tables(dataclasses.replace(result, peaks=(peak,))))
     report = CheckReport(False, False, 0.5, (ParameterError("w", 0.5, 1),), modules=names, losses=(1.0,))
     assert "1 (blocks.1, head)" in shown(*check(report))
 

@@ -13,7 +13,7 @@ from support.oracle import train as plain
 from support.pipelines import Captured, build, captured_file, profile_of
 
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.gradients import chains
+from autopipe.ir.messages import chains
 from autopipe.ir.plan import Plan
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
+from autopipe.ir.messages import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.schedule import RECEIVES, SENDS, Op, ScheduleSpec, StageEdges
 from autopipe.runtime.program import Step
 from autopipe.schedules import Turn, lower, make, turns

@@ -9,7 +9,7 @@ import torch
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
 
-from autopipe.workload.model.modes import for_training, trains
+from autopipe.workload.model.factory import for_training, trains
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

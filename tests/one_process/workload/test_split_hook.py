@@ -18,7 +18,7 @@ from autopipe.errors import RunError
 from autopipe.runtime.batches.other_forms import OneBatch
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

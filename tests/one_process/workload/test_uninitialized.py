@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopipe.workload import LoadOptions, load_workload
-from autopipe.workload.model.uninitialized import ZeroedMemory
+from autopipe.workload.model.partial import ZeroedMemory
 
 MODEL = """
 import torch

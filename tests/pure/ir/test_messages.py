@@ -8,12 +8,25 @@ import itertools
 import pytest
 
 from autopipe.ir.agreement import refuse_disagreement
-from autopipe.ir.channel import ACTIVATION, GRADIENT, LOAN, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.gradients import BUCKET_BYTES, chains, num_buckets
 from autopipe.ir.graph import Graph, Input, Node, Symbol
-from autopipe.ir.loans import Loan, borrowed
-from autopipe.ir.messages import MessagePlan, channels, tied
+from autopipe.ir.messages import (
+    ACTIVATION,
+    BUCKET_BYTES,
+    GRADIENT,
+    LOAN,
+    LOSS,
+    TIE_GRADIENT,
+    TIE_VALUE,
+    Channel,
+    Loan,
+    MessagePlan,
+    borrowed,
+    chains,
+    channels,
+    num_buckets,
+    tied,
+)
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.schedule import ScheduleSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autopipe.ir.microbatch_loss import Shares
 from autopipe.ir.rounding import NOISE_FACTOR, TOLERANCE, USUAL_FACTOR, allowed
-from autopipe.ir.shares import Shares
 
 
 def test_shares_of_samples_are_parts_of_their_sum() -> None:

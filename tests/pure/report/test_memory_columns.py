@@ -11,7 +11,7 @@ from autopipe.cli import documents
 from autopipe.ir.plan import bytes_by_rank
 from autopipe.planning import PlanOptions, comparison, make_plan
 from autopipe.planning.compare import Contender
-from autopipe.report import fit, plans, tables
+from autopipe.report import plans, tables
 from autopipe.units import in_bytes
 
 GIB = 2**30
@@ -57,10 +57,10 @@ def test_the_most_memory_is_that_of_a_rank():
 @pytest.mark.parametrize(("share", "little"), [(0.5, False), (0.96, True), (1.0, True)])
 def test_a_device_that_is_almost_full_is_mentioned(share, little):
     plan, cluster, _ = looped()
-    numbers = fit.fit(plan, PROFILE, cluster)
+    numbers = plans.fit(plan, PROFILE, cluster)
     assert numbers.most_bytes == max(bytes_by_rank(plan.stages).values())
-    full = fit.Fit(
+    full = plans.Fit(
         "cpu", 2, "fp32", numbers.most_bytes, round(numbers.most_bytes / share), tokens_per_second=None, mfu=None
     )
-    assert ("\nlittle to spare: " in fit.lines(full, plan)) == little
+    assert ("\nlittle to spare: " in plans.fit_lines(full, plan)) == little
     assert json.dumps(full.document())

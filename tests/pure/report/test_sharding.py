@@ -5,7 +5,7 @@ import dataclasses
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.teams.axes import ADDED, LOOKED_UP, Axis, Place, Segment, Sum
 from autopipe.ir.tensor import TensorSpec
-from autopipe.report import sharding
+from autopipe.report import profiles
 
 
 def graph_of(blocks: int, size: int = 8) -> Graph:
@@ -29,7 +29,7 @@ def graph_of(blocks: int, size: int = 8) -> Graph:
 
 
 def test_equal_blocks_are_one_entry():
-    assert sharding.line(graph_of(3)) == (
+    assert profiles.sharding_line(graph_of(3)) == (
         "tensor parallelism: 98.0% of the parameters can be sharded over 2 processes, along 3 axes: blocks.*/8 x 3\n"
         "  whole: 2.0% normalized over"
     )
@@ -37,14 +37,14 @@ def test_equal_blocks_are_one_entry():
 
 def test_a_model_with_nothing_to_shard_says_so_in_one_line():
     graph = dataclasses.replace(graph_of(1), axes=(), whole=(("norm", "normalized over"), ("blocks.0.up", "why")))
-    line = sharding.line(graph)
+    line = profiles.sharding_line(graph)
     assert line.startswith("tensor parallelism: no parameter can be sharded over 2 processes (")
     assert "\n" not in line
 
 
 def test_a_size_that_two_does_not_divide_is_the_reason():
-    assert "whole" not in sharding.line(graph_of(1))[:60]
-    line = sharding.line(graph_of(1, size=9))
+    assert "whole" not in profiles.sharding_line(graph_of(1))[:60]
+    line = profiles.sharding_line(graph_of(1, size=9))
     assert "94.7% a size of 9, which 2 does not divide" in line
 
 
@@ -52,13 +52,13 @@ def test_a_vocabulary_is_shown_with_its_padding():
     graph = graph_of(2, size=9)
     sums = [dataclasses.replace(axis, sums=(Sum(axis.sums[0].node, LOOKED_UP),)) for axis in graph.axes]
     graph = dataclasses.replace(graph, axes=tuple(sums))
-    assert "along 2 axes: blocks.*/9 (padded to 10) x 2\n" in sharding.line(graph)
-    assert [axis["padding"] for axis in sharding.document(graph)["axes"]] == [1, 1]
-    assert [axis["padding"] for axis in sharding.document(graph_of(1))["axes"]] == [0]
+    assert "along 2 axes: blocks.*/9 (padded to 10) x 2\n" in profiles.sharding_line(graph)
+    assert [axis["padding"] for axis in profiles.sharding_fields(graph)["axes"]] == [1, 1]
+    assert [axis["padding"] for axis in profiles.sharding_fields(graph_of(1))["axes"]] == [0]
 
 
 def test_the_document_has_every_axis_and_shares_that_add_up():
-    document = sharding.document(graph_of(2))
+    document = profiles.sharding_fields(graph_of(2))
     assert [axis["name"] for axis in document["axes"]] == ["blocks.0/8", "blocks.1/8"]
     assert document["axes"][0]["parameters"] == ["blocks.0.up", "blocks.0.down"]
     assert document["share"] + sum(document["whole"].values()) == 1

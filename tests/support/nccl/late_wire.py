@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopipe.ir.channel import Channel
+from autopipe.ir.messages import Channel
 from autopipe.runtime.transport.base import Pending, ThreadHub, ThreadTransport
 from autopipe.strides import copied
 

@@ -19,7 +19,7 @@ from support.schedule_cases import compared, laid_out
 
 from autopipe.commands.checking.causes import refusal_of_after_step
 from autopipe.errors import ModelFileError, RunError, WorkerError
-from autopipe.ir.loans import loans
+from autopipe.ir.messages import loans
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 

@@ -13,7 +13,7 @@ from support.pipelines import build, plan_for, profile_of
 
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
-from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.cutting.dimensions import Minibatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.ir.gradients import BUCKET_BYTES, num_buckets
+from autopipe.ir.messages import BUCKET_BYTES, num_buckets
 from autopipe.runtime.step.reduction import BufferMean, GradientSum
 from autopipe.runtime.transport.base import ThreadHub, TransportClosed
 

@@ -13,7 +13,7 @@ from support.models.losses import CASES, MODEL, Batch, LossCase, samples
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for
 
 from autopipe.generate import load_divisor
-from autopipe.ir.shares import Shares
+from autopipe.ir.microbatch_loss import Shares
 from autopipe.runtime.step.shares import divisors_of, shares_of
 from autopipe.verify.full_batch import full_batch
 

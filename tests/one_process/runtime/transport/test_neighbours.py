@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopipe.ir.channel import ACTIVATION, Channel
+from autopipe.ir.messages import ACTIVATION, Channel
 from autopipe.runtime.transport import neighbours
 from autopipe.runtime.transport.base import TransportClosed, translate
 from autopipe.runtime.transport.neighbours import Neighbours

@@ -10,7 +10,7 @@ import pytest
 
 import autopipe
 from autopipe.ir import artifact
-from autopipe.ir.channel import ACTIVATION, FIGURES, GRADIENT, Channel
+from autopipe.ir.messages import ACTIVATION, FIGURES, GRADIENT, Channel
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.runtime.transport.base import ThreadHub

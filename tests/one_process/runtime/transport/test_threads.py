@@ -10,7 +10,7 @@ import torch
 from support.nccl.exchanges import compared, order_matters
 
 from autopipe.errors import AutopipeError
-from autopipe.ir.channel import ACTIVATION, Channel
+from autopipe.ir.messages import ACTIVATION, Channel
 from autopipe.runtime.transport.base import ThreadHub, TransportClosed
 
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)

@@ -1,19 +1,24 @@
-"""What a team of processes could shard of a model: a line for the terminal, and fields for ``--json``."""
+"""What ``profile`` says of a model: the table of an estimate, and what a team of processes could shard."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from rich import box
+from rich.table import Table
+
 from autopipe.ir.graph import Graph
+from autopipe.ir.profile import PassWork, Profile
 from autopipe.ir.teams.axes import Axis, share
 from autopipe.ir.teams.axis_sets import Coverage, coverage
+from autopipe.units import in_bytes, in_flops
 
 TEAM = 2
 _AXES, _REASONS = 4, 3  # shown
 
 
-def line(graph: Graph, team: int = 1) -> str:
+def sharding_line(graph: Graph, team: int = 1) -> str:
     """Return how much of the parameters can be sharded, along which axes, and why the rest is whole.
 
     ``team``: of how many members the graph is that of one.
@@ -38,7 +43,7 @@ def line(graph: Graph, team: int = 1) -> str:
     )
 
 
-def document(graph: Graph) -> dict[str, Any]:
+def sharding_fields(graph: Graph) -> dict[str, Any]:
     """Return the same in full."""
     shard: Coverage = coverage(graph, TEAM)
     return {
@@ -73,3 +78,32 @@ def _listed(entries: list[str], most: int, between: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+
+
+def estimate(profile: Profile) -> tuple[Any, ...]:
+    """Return one row per microbatch size, with operations, memory traffic and memory, and a line on the parameters."""
+    table = Table(
+        title=f"{profile.graph.name}, counted: nothing was timed",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for name in ("microbatch", "forward", "backward", "memory traffic", "kept for backward", "workspace"):
+        table.add_column(name, justify="right")
+    for measurement in profile.measurements:
+        costs, work = measurement.costs.values(), measurement.work.values()
+        table.add_row(
+            str(measurement.microbatch_size),
+            in_flops(sum(entry.forward.flops for entry in work)),
+            in_flops(sum(entry.backward.flops for entry in work)),
+            in_bytes(sum(_moved(entry.forward) + _moved(entry.backward) for entry in work)),
+            in_bytes(sum(cost.saved_bytes for cost in costs)),
+            in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
+        )
+    state = profile.optimizer_bytes_per_byte * profile.trained_bytes
+    every = sum(spec.num_bytes({}) for spec in profile.graph.parameters.values())
+    return table, f"{in_bytes(every)} of parameters; the optimizer keeps {in_bytes(state)}"
+
+
+def _moved(work: PassWork) -> int:
+    return work.matrix_bytes + work.other_bytes
