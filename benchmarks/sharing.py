@@ -25,8 +25,8 @@ from autopipe.runtime.spilling.part import SpilledPart
 from autopipe.runtime.spilling.spiller import Spiller
 from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.schedules import make
-from autopipe.sweep.scheduling.keeper import TokenKeeper
-from autopipe.sweep.scheduling.simulator import WHOLE, ModelJob, makespan, simulate
+from autopipe.sweep.simulator import WHOLE, ModelJob, makespan, simulate
+from autopipe.sweep.token_keeper import TokenKeeper
 
 STAGES, MICROBATCHES, MINIBATCHES = 8, 4, 8
 FLOATS = 1024

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopipe.sweep.scheduling.simulator import WHOLE, ModelJob, bound, makespan, most_places, simulate
+from autopipe.sweep.simulator import WHOLE, ModelJob, bound, makespan, most_places, simulate
 from benchmarks import sharing
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sweep.md"

@@ -11,6 +11,6 @@ One process, the controller, runs the script once. Processes of their own, the r
 Commands are sent without waiting. The script waits only where it reads a number. Between two such reads, or steps, the
 ranks run forwards and backwards as 1F1B: see ``rank.serve``.
 
-Everything that the script may read or write of the model goes through ``weights``, ``gradients`` and ``states``. They
+Everything that the script may read or write of the model goes through ``state.weights`` and ``state.optimizers``. They
 bring it here, compare it with a copy before the next command that depends on it, and send back what changed.
 """

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.script import wrappers
-from autopipe.script.batches.parts import Parts
+from autopipe.script.batch_parts import Parts
 from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
 from autopipe.script.calls.programs import Programs
 from autopipe.script.calls.randomness import Randomness
@@ -25,9 +25,8 @@ from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.settings import Regions, autocast_now, settings_now
 from autopipe.script.state import parking, remote
-from autopipe.script.state.gradients import Gradients
 from autopipe.script.state.remote import plain
-from autopipe.script.state.weights import Weights, named_tensors
+from autopipe.script.state.weights import Gradients, Weights, named_tensors
 
 
 class Controller:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import shlex
 import sys
 import time
@@ -10,12 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopipe.script.options import option_at
-from autopipe.script.speed import prediction
+import torch
+
+from autopipe.cores import usable_cores
+from autopipe.errors import counted
 from autopipe.units import in_seconds
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
+
+
+_GAIN = 1.005  # what is shown as more than 1.00
 
 
 class Notes:
@@ -148,5 +155,53 @@ class Notes:
 
 
 def _read_at(where: str, times: int) -> str:
-    option = option_at(where)
+    option = _option_at(where)
     return f"{where} ({times} times a step{f'; only if {option} is true' if option else ''})"
+
+
+def _option_at(where: str) -> str:
+    """Return the option that ``if`` asks before ``file:line`` runs, such as ``args.log_loss``; "" without one.
+
+    That is an attribute that is the condition, or the first part of one with ``and``. Where it is false, the line, in
+    the condition behind it or in the body, does not run.
+    """
+    file, _, number = where.rpartition(":")
+    if not number.isdecimal():
+        return ""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ""
+    line, option = int(number), ""
+    for node in ast.walk(tree):  # outer ones first
+        if not isinstance(node, ast.If):
+            continue
+        is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+        first = node.test.values[0] if is_and and isinstance(node.test, ast.BoolOp) else node.test
+        begin = node.lineno if is_and else node.body[0].lineno
+        if isinstance(first, ast.Attribute) and begin <= line <= (node.body[-1].end_lineno or 0):
+            option = ast.unparse(first)
+    return option
+
+
+def prediction(controller: Controller, count: int) -> str:
+    """Return a sentence about the speed of ``count`` microbatches in stages, compared with one process.
+
+    The slowest forward and the slowest backward set the pace. On this host, the stages share its cores. Each has the
+    threads of the script, which uses as many cores by itself.
+    """
+    stages = controller.plan.stages
+    forward = [stage.forward_seconds for stage in stages]
+    backward = [stage.backward_seconds for stage in stages]
+    one = sum(forward) + sum(backward)
+    seconds = one + (count - 1) * (max(forward) + max(backward))
+    cores, threads = usable_cores(), torch.get_num_threads()
+    at_a_time = max(cores / threads, 1.0)
+    shared = not controller.places.are_remote and count * one / at_a_time > seconds
+    faster = at_a_time if shared else count * one / seconds
+    if not shared:
+        return f"{faster:.2f} times the speed of one process is predicted"
+    why = f"{counted(len(stages), 'stage')} with {counted(threads, 'thread')} each share {counted(cores, 'core')}"
+    if faster < _GAIN:
+        return f"the speed of one process at most is predicted, because {why}"
+    return f"{faster:.2f} times the speed of one process at most is predicted, because {why}"

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from autopipe.script import lazy, wrappers
-from autopipe.script.batches.parts import Parts
+from autopipe.script.batch_parts import Parts
 from autopipe.script.check.reference import Reference
 from autopipe.script.check.second import Second
-from autopipe.script.choosing import Choice
+from autopipe.script.choosing import Choice, explain
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
 from autopipe.script.notes import Notes
@@ -30,7 +30,6 @@ from autopipe.script.state.optimizers import Copies, check, modules_of
 from autopipe.script.state.parked import ParkedParameter, ParkedTensor
 from autopipe.script.state.remote import busy, is_remote
 from autopipe.script.state.weights import named_tensors
-from autopipe.script.together import explain
 
 _CALL = nn.Module.__call__
 

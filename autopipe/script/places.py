@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +27,16 @@ import torch
 
 from autopipe.errors import RunError
 from autopipe.launch.forwarding import forwarded
-from autopipe.launch.remote import facts, preflight
-from autopipe.launch.remote.agent_pool import command_of
+from autopipe.launch.remote import facts, network, preflight
+from autopipe.launch.remote.agent_pool import AgentPool, command_of
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
 from autopipe.launch.request import LaunchSettings
-from autopipe.script import hosts
+from autopipe.script.refusals import in_a_library
 
 if TYPE_CHECKING:
     from autopipe.script.rank.server import RankProcess, RankServer
+
 
 MARK = b"autopipe-rank "
 # of the line, and of what a login shell prints before it
@@ -80,7 +81,7 @@ class Places:
 
     def check(self) -> list[str]:
         """Check the hosts that ssh reaches, before the script starts; return notes about them. Raises: RunError."""
-        return hosts.check(self.hosts, self.settings) if self.hosts else []
+        return check(self.hosts, self.settings) if self.hosts else []
 
     def connect(
         self, local: Callable[[int], Connection], timeout: float, needed_bytes: Sequence[int] = ()
@@ -96,7 +97,7 @@ class Places:
             return [local(0), *(joined[rank] for rank in range(1, self.count))]
         if not self.hosts:
             return [local(rank) for rank in range(self.count)]
-        hosts.check_start(self.hosts, self.settings, needed_bytes)
+        _check_start(self.hosts, self.settings, needed_bytes)
         connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
         try:
             for rank, connection in enumerate(connections):
@@ -231,3 +232,56 @@ def _hello_of(end: socket.socket, rank: int, host: str, seconds: float) -> dict[
 
 def _refuse_other_versions(there: dict[str, Any], host: str) -> None:
     preflight.first_problem(preflight.versions_of(host, there, host, there))
+
+
+def check(hosts: Sequence[str], settings: LaunchSettings) -> list[str]:
+    """Check that the hosts have the same versions and the folder of this process, and that they reach one another.
+
+    ``hosts``: of the ranks. It returns notes, such as of clocks.
+
+    Raises: RunError that names the host and what differs.
+    """
+    with _agents(hosts, settings) as pool:
+        survey = preflight.survey(pool, settings, devices=False)
+        findings = preflight.first_problem(preflight.versions(survey))
+        for host, facts in zip(survey.hosts, survey.facts, strict=True):
+            if not facts["folder"]:
+                what = f"there is no folder {Path.cwd()} on this host"
+                raise RunError(what, where=f"host {host}", remedy="put the script there")
+        findings += preflight.first_problem(preflight.clocks(survey))
+        if len(survey.hosts) > 1:
+            for address, _ in survey.addresses:
+                network.refuse_public(address, trusted=settings.trust_network)
+            findings += preflight.first_problem(preflight.reachable(pool, survey))
+    return [f"{finding.host}: {finding.name}: {finding.detail}" for finding in findings if finding.state == "note"]
+
+
+def _check_start(hosts: Sequence[str], settings: LaunchSettings, needed_bytes: Sequence[int]) -> None:
+    """Compare the script's modules with those of the hosts, and their free memory with what the ranks need.
+
+    ``hosts``: of the ranks. ``needed_bytes``: predicted for each rank, or empty.
+
+    Raises: RunError that names the host and both values.
+    """
+    with _agents(hosts, settings) as pool:
+        survey = preflight.survey(pool, settings, devices=False)
+        needed = [
+            [size for host, size in zip(hosts, needed_bytes, strict=False) if host == name] for name in survey.hosts
+        ]
+        preflight.first_problem(preflight.same_modules(pool, _own_modules()))
+        preflight.first_problem(preflight.memory(survey, needed, devices=False))
+
+
+def _own_modules() -> list[Path]:
+    """Return the files of the script and of the modules that it has imported, but for installed packages."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return sorted({Path(file).absolute() for file in files if isinstance(file, str) and not in_a_library(file)})
+
+
+@contextlib.contextmanager
+def _agents(hosts: Sequence[str], settings: LaunchSettings) -> Iterator[AgentPool]:
+    pool = AgentPool(list(dict.fromkeys(hosts)), settings)
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopipe.errors import RunError
+from autopipe.errors import RunError, TraceError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 _TORCH = tuple({f"{path.parent}/" for path in (Path(torch.__file__), Path(torch.__file__).resolve())})  # may be a link
@@ -111,3 +111,19 @@ def is_library(module: Any) -> bool:
     """Return the same for a module of Python. A script may register any object as one."""
     file = getattr(module, "__file__", None)
     return in_a_library(file if isinstance(file, str) else "")
+
+
+class UnsettledError(Exception):
+    """The forward sets attributes to constants. ``calls``: those that depend on more than constants."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__("the forward sets attributes to constants")
+        self.calls = calls
+
+
+class EffectError(TraceError):
+    """The forward does more than compute."""
+
+
+class DoneError(EffectError):
+    """The forward has done something that cannot be undone, so the call cannot run in the script's process either."""

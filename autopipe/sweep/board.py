@@ -13,9 +13,9 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
+from autopipe.sweep.leases import Waiting
 from autopipe.sweep.processes import SweepProcess
-from autopipe.sweep.scheduling.leases import Waiting
-from autopipe.sweep.scheduling.simulator import ModelJob
+from autopipe.sweep.simulator import ModelJob
 from autopipe.sweep.state import Folder, JobRecord
 from autopipe.sweep.structures import Structure, structures_of
 from autopipe.units import finite

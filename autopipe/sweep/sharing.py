@@ -12,8 +12,8 @@ from autopipe.errors import RunError
 from autopipe.report.text import in_minutes
 from autopipe.sweep.board import Board, Entry
 from autopipe.sweep.file import AUTO
-from autopipe.sweep.scheduling.keeper import TokenKeeper
-from autopipe.sweep.scheduling.simulator import ModelJob, bound, makespan, most_places, simulate
+from autopipe.sweep.simulator import ModelJob, bound, makespan, most_places, simulate
+from autopipe.sweep.token_keeper import TokenKeeper
 
 # what a lease costs that begins later: its stop and its start
 MOVE_SECONDS = 2.0

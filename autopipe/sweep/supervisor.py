@@ -28,8 +28,8 @@ from autopipe.sweep.child import LeaseTask, PrepareTask, prepare_jobs, train_lea
 from autopipe.sweep.devices import Devices
 from autopipe.sweep.file import SweepFile
 from autopipe.sweep.halving import best
+from autopipe.sweep.leases import assign
 from autopipe.sweep.processes import SweepProcess, wait_for
-from autopipe.sweep.scheduling.leases import assign
 from autopipe.sweep.sharing import Sharing
 from autopipe.sweep.structures import Structure, as_text
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from autopipe.report.results import PlannedLease, Timetable
 from autopipe.sweep import state
-from autopipe.sweep.scheduling.simulator import bound, makespan, simulate
 from autopipe.sweep.sharing import as_models
+from autopipe.sweep.simulator import bound, makespan, simulate
 
 if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor

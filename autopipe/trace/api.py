@@ -13,11 +13,10 @@ from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import TraceError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Node
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.loss.divisor import find_divisor
-from autopipe.trace.loss.gradient import refuse_without_gradient
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
@@ -114,7 +113,7 @@ def _capture(
     with _nothing_collected():
         captured, opaque = _first_capture(strategies, opaque)
         if training:
-            refuse_without_gradient(captured.graph)
+            _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
         of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
@@ -281,3 +280,59 @@ def _other(workload: Workload, item: Item, batch_size: int) -> Item:
     }
     same = form_of(both).structure == form_of(item).structure
     return workload.with_leaves(item if same else both, other_leaves)
+
+
+def _refuse_without_gradient(graph: Graph) -> None:
+    """Refuse a graph whose loss does not require a gradient.
+
+    Raises: TraceError with the cause, and the line nearest to the loss whose result has no gradient any more.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    specs = {entry.name: entry.spec for entry in graph.inputs}
+    specs.update({node.name: node.spec for node in graph.nodes if node.spec is not None})
+    loss = graph.outputs[0]
+    if loss not in specs or specs[loss].requires_grad:
+        return
+
+    def differentiable(node: Node) -> bool:
+        """Return whether anything that a call reads requires a gradient."""
+        return any(graph.parameters[name].requires_grad for name in node.parameters) or any(
+            specs[name].requires_grad if name in specs else differentiable(nodes[name]) for name in node.inputs
+        )
+
+    above, waiting = {loss}, [loss]
+    while waiting:
+        node = nodes.get(waiting.pop())
+        new = {*(() if node is None else (*node.inputs, *node.after))} - above
+        above |= new
+        waiting += new
+    what = "the loss has no gradient, so that nothing would be trained, and backward() fails in plain PyTorch"
+    if not any(spec.requires_grad for spec in graph.parameters.values()):
+        remedy = (
+            "set requires_grad of the parameters to train to True, or add a layer to train"
+            if graph.parameters
+            else "register what is to be trained as an nn.Parameter or a module"
+        )
+        raise TraceError(f"{what}: no parameter of the model requires a gradient", where=graph.name, remedy=remedy)
+    ends = [
+        node
+        for node in graph.nodes
+        if node.name in above and node.name in specs and not specs[node.name].requires_grad and differentiable(node)
+    ]
+    if not ends:
+        raise TraceError(
+            f"{what}: it does not depend on any parameter that requires a gradient",
+            where=graph.name,
+            remedy="compute the loss from the output of the model, or set requires_grad of the parameters that it uses "
+            "to True",
+        )
+    end = ends[-1]
+    call = ".data" if end.target == "getattr" else end.target.rpartition(".")[2]
+    cause = f"the result of {call} has no gradient, and the loss depends on the parameters through such results only"
+    remedy = "compute the loss from a result that has a gradient"
+    if "no_grad" in end.context:
+        cause = f"{call} runs under torch.no_grad() or torch.inference_mode()"
+        remedy = "leave these to the evaluation, outside of the model and the loss"
+    elif call in ("detach", "detach_", ".data"):
+        remedy = f"remove {call}" + "()" * (call != ".data")
+    raise TraceError(f"{what}: {cause}", where=end.place or graph.name, remedy=remedy)

@@ -1,18 +1,22 @@
-"""``Capture``: the result of the tracer."""
+"""``Capture``: the result of the tracer, and how its graph differs in evaluation mode."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
+from typing import Any
 
 from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.microbatch_loss import Coupling
 from autopipe.ir.teams.axes import Shard
-from autopipe.trace.evaluation import Arguments
+from autopipe.trace.lines.of_nodes import short_where_text
 from autopipe.trace.loss.divisor import Divisor
+from autopipe.trace.sizes.align import GraphsDiffer, merged
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +60,34 @@ def with_own_constants(capture: Capture, suffix: str) -> Capture:
             node.meta["node"] = described[node.name]
     constants = {names[name]: value for name, value in capture.constants.items()}
     return dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, nodes=nodes), constants=constants)
+
+
+def evaluation_arguments(
+    same: dict[fx.Node, fx.Node], raw: dict[fx.Node, Arguments]
+) -> tuple[dict[fx.Node, Arguments], str]:
+    """Return node -> its arguments in evaluation mode where they differ, and why the graph cannot serve, or "".
+
+    ``same``: node of the evaluation recording -> node of the training recording. ``raw``: the arguments of the latter
+    as recorded, before sizes were written into the graph.
+    """
+    differing: dict[fx.Node, Arguments] = {}
+    try:
+        for other, node in same.items():
+            if node.op in ("output", "placeholder", "get_attr"):
+                continue
+            differs: list[Any] = []
+
+            def choose(_: Any, now: Any, differs: list[Any] = differs, node: fx.Node = node) -> Any:
+                if type(now) is int:
+                    raise GraphsDiffer("another size", short_where_text(node.meta))
+                differs.append(now)
+                return now
+
+            args, kwargs = raw[node]
+            args = merged(args, other.args, node.args, same, choose)
+            kwargs = merged(kwargs, dict(other.kwargs), dict(node.kwargs), same, choose)
+            if differs:
+                differing[node] = args, kwargs
+    except GraphsDiffer as difference:
+        return {}, f"eval mode traces differently: {difference}"
+    return differing, ""

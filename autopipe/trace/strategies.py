@@ -24,17 +24,16 @@ from torch import fx, nn
 from autopipe.draws import flat_checkpoints
 from autopipe.errors import TraceError
 from autopipe.ir.batch import STRIDES
-from autopipe.trace.evaluation import Arguments, evaluation_arguments
 from autopipe.trace.explain import MORE_CALLS, OTHER_CALLS, depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
-from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
 from autopipe.trace.graph.naming import rename
+from autopipe.trace.graph.replay import assemble
 from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.opaque.observe import left_as_it_was
 from autopipe.trace.record.follow import Followed, Forward, follow
 from autopipe.trace.record.model_snapshot import ModelSnapshot
-from autopipe.trace.result import Capture
+from autopipe.trace.result import Arguments, Capture, evaluation_arguments
 from autopipe.trace.sizes.align import GraphsDiffer, LiveComparison, aligned
 from autopipe.trace.sizes.fit import Fit
 from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, sizes_of, spread

@@ -18,7 +18,7 @@ from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.messages import loans, owners
 from autopipe.ir.plan import Plan
-from autopipe.trace.after_step.effects import WHOLE_BYTES, copies, state_restored
+from autopipe.trace.after_step import WHOLE_BYTES, copies, state_restored
 from autopipe.workload import Workload
 
 STEPS = (0, 1, 2, 9, 10, 99, 100, 1000)

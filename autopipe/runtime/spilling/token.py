@@ -2,7 +2,7 @@
 
 A rank takes the token before it computes a shard, and gives it back at the end of the shard or while it waits for
 copies. The copies need no token: a rank brings its next shard while another one computes. The sweep keeps the token
-(``autopipe.sweep.scheduling.keeper``); a process that ends loses it at once.
+(``autopipe.sweep.token_keeper``); a process that ends loses it at once.
 
 Each message is one byte: TAKE and GIVE from a rank, GRANTED to it.
 """

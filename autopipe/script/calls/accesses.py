@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.script.calls.errors import EffectError
 from autopipe.script.codec import names_in
 from autopipe.script.lazy import Lazy
-from autopipe.script.refusals import in_autopipe
+from autopipe.script.refusals import EffectError, in_autopipe
 
 Reads = frozenset[str] | None
 """Names of the attributes that forwards have read, on any module of the model; None: all that there are."""

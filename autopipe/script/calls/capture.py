@@ -26,14 +26,14 @@ from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
 from autopipe.script.calls.accesses import Accesses, Reads
 from autopipe.script.calls.effects import Effects, computation, silent
-from autopipe.script.calls.errors import EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import hooks_of
 from autopipe.script.calls.outputs import Attribute, Output, bind_attributes, output_of, with_attributes
 from autopipe.script.calls.uses import is_serial
 from autopipe.script.devices import CPU, generators, set_generators
+from autopipe.script.refusals import EffectError, UnsettledError
 from autopipe.script.settings import autocast_now
-from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
+from autopipe.trace.graph.replay import assemble
 from autopipe.trace.record.follow import follow
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.result import Capture

@@ -25,12 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.script.calls.accesses import Accesses
-from autopipe.script.calls.errors import DoneError, EffectError
 from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
 from autopipe.script.calls.inside import PLAIN
 from autopipe.script.calls.reached import UNSET, bind, value_in
 from autopipe.script.devices import generators, set_generators
-from autopipe.script.refusals import in_a_library
+from autopipe.script.refusals import DoneError, EffectError, in_a_library
 from autopipe.trace.record.containers import attributes, refill
 from autopipe.trace.record.known import Known
 from autopipe.trace.record.recorder import Recorder

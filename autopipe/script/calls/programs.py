@@ -13,10 +13,9 @@ from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.accesses import Reads
 from autopipe.script.calls.capture import Program, Recording, record
 from autopipe.script.calls.effects import settle
-from autopipe.script.calls.errors import DoneError, EffectError, UnsettledError
 from autopipe.script.calls.fingerprint import signature_of
 from autopipe.script.codec import UnsendableError
-from autopipe.script.refusals import place, refused
+from autopipe.script.refusals import DoneError, EffectError, UnsettledError, place, refused
 from autopipe.script.state.remote import plain
 
 if TYPE_CHECKING:

@@ -27,14 +27,13 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.bits import bytes_of
-from autopipe.script.batches.cutting import call_in_parts
+from autopipe.script.batch_samples import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
-from autopipe.script.choosing import Choice
+from autopipe.script.choosing import Choice, leaves_of, names_of
 from autopipe.script.lazy import contains_lazy
 from autopipe.script.refusals import script_place
 from autopipe.script.state.weights import named_tensors
-from autopipe.script.together import leaves_of, names_of
 from autopipe.script.wire import GoneError, Wire, is_readable
 
 _SECONDS = 60.0  # until the last message is read

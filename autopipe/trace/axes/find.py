@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.tensor import TensorSpec
-from autopipe.trace.axes import attention, elementwise, lookups, products, reductions, shapes
+from autopipe.trace.axes import lookups, products, reductions, shapes
 from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles, shape_of
 from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
 
-_RULES = (attention, elementwise, lookups, products, reductions, shapes)  # importing them registers their rules
+_RULES = (products, reductions, lookups, products, reductions, shapes)  # importing them registers their rules
 _OWN = ("getattr", "torch.", "operator.", "_operator.", "builtins.", "math.")
 _GROUPED = ("grouped_mm", "grouped_mm_fallback")  # operators of other libraries that have the rule of torch's
 

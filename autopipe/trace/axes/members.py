@@ -1,12 +1,13 @@
 """Run a graph as a team of members would, in one process: all of them node by node, with their parts added in order.
 
 It reads an ``Axis`` and nothing else, so it is independent of the code that is generated for a team. It verifies axes,
-and it is what a team is compared with.
+and it is what a team is compared with. Of a random draw, every member makes the whole mask and takes its part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.nn import functional
 
 from autopipe import draws
 from autopipe.ir.graph import Graph
 from autopipe.ir.teams.axes import MULTIHEAD, Axis, Place, Rewrite
-from autopipe.trace.axes.combined import COMBINED, Combination, cut, entered
-from autopipe.trace.axes.drawn import drawn
+from autopipe.trace.axes.combined import COMBINED, Combination, cut, entered, summed
 from autopipe.trace.axes.find import attribute
-from autopipe.trace.axes.heads import multihead
 from autopipe.trace.graph.replay import context_of
 
 Each = list[Any]  # one value for each member
+
+_Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Members:
                 axis = self._draws[node.name]
                 place = self._carried[node.name][1]
                 with self._seeded(node):
-                    return drawn(node, self._module, arguments, place, axis.size, self._team, self._reseeded(node))
+                    return _drawn(node, self._module, arguments, place, axis.size, self._team, self._reseeded(node))
             each: Each = []
             for args, kwargs in arguments:
                 with self._seeded(node):
@@ -198,3 +200,132 @@ def _replaced(value: Any, path: Sequence[int | str], axis: Axis, team: int) -> A
     items = list(value)
     items[at] = _replaced(items[at], path[1:], axis, team)
     return type(value)(items) if isinstance(value, (list, tuple)) else items
+
+
+def multihead(combination: Combination) -> list[tuple[Tensor, None]]:
+    """Return the output of each member. The module runs with its own masks and layout, but not with all heads."""
+    parts, biases = [], []
+    for member, (args, kwargs) in enumerate(combination.arguments):
+        mode = _OwnHeads(combination, member)
+        with mode:
+            parts.append(combination.run(member, args, kwargs)[0])
+        biases.append(mode.bias)
+    totals = summed(parts)
+    return [(total if bias is None else total + bias, None) for total, bias in zip(totals, biases, strict=True)]
+
+
+class _OwnHeads(torch.overrides.TorchFunctionMode):
+    """Replaces the function that the module calls by one for the heads of a member, without the last bias."""
+
+    def __init__(self, combination: Combination, member: int) -> None:
+        super().__init__()
+        self._combination = combination
+        self._member = member
+        self.bias: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(_NAMES, args, strict=False)) | (kwargs or {})
+        self.bias = named["out_proj_bias"]
+        return self._own(named), None
+
+    def _own(self, named: dict[str, Any]) -> Tensor:
+        """Return the partial output [length, batch, width] of the member's heads."""
+        count = named["num_heads"] // self._combination.team
+        projected = _projected(named)
+        query, key, value = (x.reshape(*x.shape[:-1], count, -1).permute(1, 2, 0, 3) for x in projected)
+        is_causal = named["is_causal"] and named["key_padding_mask"] is None and not named["need_weights"]
+        mask = None if is_causal else named["attn_mask"]
+        if named["key_padding_mask"] is not None:
+            padding = named["key_padding_mask"][:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        rate = named["dropout_p"] if named["training"] else 0.0
+        if rate:
+            output = attention(self._mask_for, query, key, value, mask, rate, is_causal)
+        else:
+            output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+        return functional.linear(output.permute(2, 0, 1, 3).flatten(-2), named["out_proj_weight"])
+
+    def _mask_for(self, like: Tensor, rate: float) -> Tensor:
+        count = like.shape[1]
+        shape = (like.shape[0], count * self._combination.team, *like.shape[2:])
+        with self._combination.seeded():
+            mask = functional.dropout(torch.ones(shape, dtype=like.dtype), rate, training=True)
+        return mask[:, self._member * count : (self._member + 1) * count]
+
+
+def _projected(named: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values: one product if they are projections of one tensor, as the module does."""
+    inputs, bias = (named["query"], named["key"], named["value"]), named["in_proj_bias"]
+    if named["in_proj_weight"] is None:
+        weights = [named[f"{letter}_proj_weight"] for letter in "qkv"]
+    elif inputs[0] is inputs[1] is inputs[2]:
+        return functional.linear(inputs[0], named["in_proj_weight"], bias).chunk(3, -1)
+    else:
+        weights = named["in_proj_weight"].chunk(3)
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return tuple(functional.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
+
+
+_NAMES = (
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
+)  # fmt: skip
+
+
+def _drawn(
+    node: fx.Node,
+    module: nn.Module,
+    arguments: _Arguments,
+    place: Place,
+    size: int,
+    team: int,
+    seeded: Callable[[], contextlib.AbstractContextManager[None]],
+) -> list[Tensor]:
+    """Return the results of dropout, or of attention with dropout, for each member."""
+    results = []
+    for member, (args, kwargs) in enumerate(arguments):
+
+        def mask_for(like: Tensor, rate: float, member: int = member) -> Tensor:
+            shape = list(like.shape)
+            shape[place.dimension] *= team
+            with seeded():
+                mask = functional.dropout(torch.ones(shape, dtype=like.dtype), rate, training=True)
+            return cut(mask, place, size, member, team)
+
+        if node.op == "call_module":
+            rate = module.get_submodule(str(node.target)).p
+            results.append(args[0] * mask_for(args[0], float(rate)))  # type: ignore[arg-type]  # of nn.Dropout
+        elif getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
+            results.append(attention(mask_for, *args, **kwargs))
+        else:
+            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            results.append(args[0] * mask_for(args[0], rate))
+    return results
+
+
+def attention(
+    mask_for: Callable[[Tensor, float], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Fused attention, with the formula of its documentation and a mask of its own."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        lower = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~lower, float("-inf"))
+    if attn_mask is not None:
+        is_allowed = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_allowed else scores + attn_mask
+    weights = scores.softmax(-1)
+    return (weights * mask_for(weights, dropout_p)) @ value

@@ -1,4 +1,4 @@
-"""Sums, means, softmax and normalization: over which dimensions, and which of them can be divided."""
+"""Calls that compute each element from those at its place; sums, means, softmax and normalization over dimensions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from torch import nn
 
 from autopipe.ir.teams.axes import ADDED
 from autopipe.trace.axes.call import Call, Parts, rule
-from autopipe.trace.axes.elementwise import elementwise
 from autopipe.trace.axes.leaves import Dims, NoRuleError
 
 
@@ -43,7 +42,7 @@ def reduced(call: Call) -> Dims:
 def extremes(call: Call) -> Dims | Parts:
     """Of two tensors: element by element. Of one: over a dimension, as values and indices."""
     if len(call.node.all_input_nodes) == 2:
-        return elementwise(call)
+        return _elementwise(call)
     dims = call.operand(0)
     at = call.dimension(1, "dim", dims)
     call.whole(dims[at], f"{_name(call)} over it")
@@ -91,3 +90,43 @@ def norm(call: Call) -> Dims:
         raise NoRuleError("its shape is not constant")
     weights = [call.optional(2, "weight"), call.optional(3, "bias") if _name(call) == "layer_norm" else None]
     return _normalized(call, call.operand(0), len(shape), weights)
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+_TWO_SIDED = _names(
+    "add sub mul truediv div true_divide divide multiply subtract floordiv floor_divide mod remainder fmod pow neg "
+    "negative and_ or_ xor invert logical_and logical_or logical_xor logical_not eq ne lt le gt ge minimum maximum "
+    "where masked_fill addcmul addcdiv lerp atan2 clamp clamp_min clamp_max clip hypot nan_to_num"
+)
+_ONE_SIDED = _names(
+    "abs exp expm1 log log1p log2 sqrt rsqrt reciprocal square sin cos tan tanh sigmoid erf sign floor ceil round "
+    "relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
+    "tanhshrink threshold dropout isnan isinf isfinite "
+    "to float double half bfloat16 bool int long type type_as contiguous clone detach "
+    "zeros_like ones_like full_like empty_like requires_grad_"
+)
+# in place, with the same meaning; ``iadd`` and the like are what ``+=`` records
+_IN_PLACE = _names(
+    "add_ sub_ mul_ div_ neg_ pow_ exp_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_ silu_ clamp_ clamp_min_ clamp_max_ "
+    "masked_fill_ logical_not_ logical_and_ logical_or_ iadd isub imul itruediv ipow iand ior ixor"
+)
+_MODULES = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus, nn.Softsign,
+    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Threshold, nn.Tanh, nn.Sigmoid,
+    nn.Dropout, nn.Identity,
+)  # fmt: skip
+
+
+@rule(*_TWO_SIDED, *_ONE_SIDED, *_IN_PLACE, *_MODULES)
+def _elementwise(call: Call) -> Dims:
+    """Unify the operands. Keywords that are tensors, such as ``out=``, have no rule."""
+    if call.node.kwargs.get("out") is not None:
+        raise NoRuleError("it writes to out=")
+    dims = call.broadcast(call.dims_of(operand) for operand in call.node.all_input_nodes)
+    if len(dims) != len(call.shape):
+        raise NoRuleError("its result has other dimensions than its operands")
+    call.draws_for(dims)
+    return dims

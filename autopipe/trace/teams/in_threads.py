@@ -15,7 +15,7 @@ from autopipe.trace.axes.combined import in_order
 from autopipe.trace.axes.verified import Whole
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.result import Capture
-from autopipe.trace.teams.alone import as_member
+from autopipe.trace.teams.member import as_member
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.script.batches.parts import Parts
+from autopipe.script.batch_parts import Parts
 from autopipe.script.notes import Notes
 
 Lines = Any
@@ -47,8 +47,8 @@ class Controller:
 
 @pytest.fixture(autouse=True)
 def on_four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.script.speed.usable_cores", lambda: 4)
-    monkeypatch.setattr("autopipe.script.speed.torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("autopipe.script.notes.usable_cores", lambda: 4)
+    monkeypatch.setattr("autopipe.script.notes.torch.get_num_threads", lambda: 2)
 
 
 def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> None:
@@ -72,7 +72,7 @@ def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> No
 def test_the_predicted_speed_counts_the_cores_that_stages_share(
     threads: int, predicted: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopipe.script.speed.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("autopipe.script.notes.torch.get_num_threads", lambda: threads)
     notes = Notes()
     for _ in range(4):
         notes.backward()
@@ -104,7 +104,7 @@ def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
 
 
 def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.script.batches.parts.batch_norms", lambda model: [])
+    monkeypatch.setattr("autopipe.script.batch_parts.batch_norms", lambda model: [])
     controller = SimpleNamespace(
         plan=Controller.plan, places=Controller.places, programs=[SimpleNamespace(draws=())], model=None
     )

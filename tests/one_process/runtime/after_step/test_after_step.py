@@ -263,7 +263,7 @@ def test_the_hook_of_a_large_model_is_tried_on_parts_of_the_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = subject_of(tmp_path, "a momentum teacher")
-    monkeypatch.setattr("autopipe.trace.after_step.effects.WHOLE_BYTES", 0)
-    monkeypatch.setattr("autopipe.trace.after_step.effects.CUT", 3)
+    monkeypatch.setattr("autopipe.trace.after_step.WHOLE_BYTES", 0)
+    monkeypatch.setattr("autopipe.trace.after_step.CUT", 3)
     again = capture(load_workload(LoadOptions(subject.workload.spec.target)), verify=False)
     assert again.graph.after_step == subject.capture.graph.after_step

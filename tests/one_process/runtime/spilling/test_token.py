@@ -18,7 +18,7 @@ from support.sweeps.holder import MOST_SECONDS, take_and_sleep
 
 from autopipe.errors import RunError
 from autopipe.runtime.spilling.token import DeviceToken, token_of
-from autopipe.sweep.scheduling.keeper import TokenKeeper
+from autopipe.sweep.token_keeper import TokenKeeper
 
 REMAINING = {1: 50.0, 2: 20.0, 3: 90.0}
 

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.sweep.scheduling.leases import Waiting, assign
+from autopipe.sweep.leases import Waiting, assign
 
 LEASE = 60.0
 

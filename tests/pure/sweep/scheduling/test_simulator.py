@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopipe.sweep.scheduling.simulator import WHOLE, Lease, ModelJob, bound, makespan, most_places, simulate
+from autopipe.sweep.simulator import WHOLE, Lease, ModelJob, bound, makespan, most_places, simulate
 
 COMPUTING = ModelJob(1, compute=1.0, copy=0.2, shards=200, shares=True)
 COPYING = ModelJob(2, compute=0.2, copy=1.0, shards=200, shares=True)

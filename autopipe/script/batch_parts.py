@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopipe.script.batches.cutting import Cut, UncutError, cut
-from autopipe.script.batches.samples import ACCUMULATE, batch_norms, check_samples
+from autopipe.script.batch_samples import ACCUMULATE, Cut, UncutError, batch_norms, check_samples, cut
 from autopipe.script.calls.capture import Program
 from autopipe.script.calls.effects import silent
 from autopipe.script.calls.fingerprint import fingerprint
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
+from autopipe.script.notes import prediction
 from autopipe.script.refusals import refused
-from autopipe.script.speed import prediction
 from autopipe.script.state.remote import plain
 
 if TYPE_CHECKING:

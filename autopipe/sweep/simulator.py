@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopipe.schedules.spilling.spill import SLABS
-from autopipe.sweep.scheduling.leases import Waiting, assign
+from autopipe.sweep.leases import Waiting, assign
 
 WHOLE = math.inf
 """The lease under which no job is preempted."""

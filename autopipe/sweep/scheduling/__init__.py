@@ -1,1 +1,0 @@
-"""Which job runs on which device: a pure function, and its simulator."""
