@@ -20,7 +20,7 @@ from autopipe.trace.axes import lookups, products, reductions, shapes
 from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles, shape_of
 from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
 
-_RULES = (products, reductions, lookups, products, reductions, shapes)  # importing them registers their rules
+_RULES = (lookups, products, reductions, shapes)  # importing them registers their rules
 _OWN = ("getattr", "torch.", "operator.", "_operator.", "builtins.", "math.")
 _GROUPED = ("grouped_mm", "grouped_mm_fallback")  # operators of other libraries that have the rule of torch's
 
