@@ -20,8 +20,7 @@ from autopipe.commands.settings import WORK_DIRECTORY
 
 from . import config, options
 from .failures import EndOfScript, Mistyped, guarded
-from .streams import open_streams
-from .terminal import Terminal
+from .terminal import Terminal, open_streams
 
 # command -> (module, its one-line help): `autopipe --help` imports none of them
 COMMANDS: dict[str, tuple[str, str]] = {

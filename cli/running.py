@@ -24,7 +24,7 @@ from autopipe.options.commands import (
 from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
 
-from . import failures, launching, options, submitting
+from . import failures, launching, options
 from .terminal import Terminal
 
 LOADING = {
@@ -92,7 +92,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """
     settings = train_settings(target, given_of(TrainCommand, given), launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
-        return submitting.start(terminal, settings, dict(given["slurm_option"]))
+        return launching.start(terminal, settings, dict(given["slurm_option"]))
     if not settings.launch.dry_run:
         preload()  # before torch is imported here
     from autopipe.commands.training import external_ranks

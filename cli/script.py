@@ -10,7 +10,7 @@ import click
 
 from autopipe.options.commands import ScriptCommand
 
-from . import launching, options, submitting
+from . import launching, options
 from .failures import EndOfScript, Mistyped
 from .terminal import Terminal
 
@@ -95,7 +95,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
 
     launch = launching.settings(given)
     if launch.name == "slurm":
-        submitting.become(terminal, command.srun(terminal.typed, given["gpus"]))
+        launching.become(terminal, command.srun(terminal.typed, given["gpus"]))
     code = command.run(
         script,
         list(arguments),
