@@ -12,7 +12,7 @@ shards (SHARP)      seconds     2 or more
 
 Jobs that share a device alternate at the boundaries of shards: one of them computes at a time, and the others copy
 meanwhile. After a shard, the job with the longest remaining time is next among those that wait with their shard on the
-device (``keeper``). The copies of all jobs of a device share its link in equal parts, and each job has two slabs: for
+device (``token_keeper``). The copies of all jobs share its link in equal parts, and each job has two slabs: for
 the shard that computes and for the next one.
 
 Source of the policy: Hydra, arXiv:2110.08633 (SHARP: the job with the longest remaining time first).

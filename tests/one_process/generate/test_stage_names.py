@@ -38,7 +38,7 @@ def test_the_stages_of_a_transformer_are_its_blocks() -> None:
     assert emptied.stages[0].name == f"{first.first} .. {first.last}" and emptied.digest == plan.digest
 
 
-def test_result_tables_runs_and_comparisons_have_the_names() -> None:
+def test_tables_of_runs_and_comparisons_have_the_names() -> None:
     names = ("emb, blocks.0", "blocks.1, head")
     result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "", "", modules=names)
     peak = StagePeak(**{field.name: 1 for field in dataclasses.fields(StagePeak)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections import Counter
@@ -20,7 +21,6 @@ from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.transport import communicators
 from autopipe.runtime.transport.communicators import MOST_GROUPS, STREAMS, Pair
 from autopipe.runtime.transport.distributed import ProcessTransport
-from autopipe.schedules import lower
 from autopipe.strides import Layout, memory_order
 
 
@@ -179,7 +179,7 @@ def test_the_model_finds_the_deadlock_of_one_communicator_for_each_channel(monke
 
 
 def test_the_model_finds_receives_that_are_not_in_the_order_of_the_sends(monkeypatch):
-    monkeypatch.setattr(lower, "_is_mixed", lambda schedule, rank: False)
+    monkeypatch.setattr(importlib.import_module("autopipe.schedules.lower"), "_is_mixed", lambda schedule, rank: False)
     with pytest.raises((Deadlock, OrderMismatch)):
         programs = [recorder.program for recorder in recorded(case("interleaved", 4, 8, v=2, skips="unet"))]
         execute(programs, queues=32, streams=STREAMS)
