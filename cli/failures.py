@@ -62,7 +62,7 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             _show(_without_torch(), terminal)
             sys.exit(1)
-        from autopipe.commands.users_errors import error_of_users_code  # loads torch, as the user's code has
+        from autopipe.workload.users_errors import error_of_users_code  # loads torch, as the user's code has
 
         users = error_of_users_code(error, Path(__file__).resolve().parent)
         if users is not None:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from autopipe.commands.options import train_settings
-from autopipe.launch.rank.forked import preload
 from autopipe.launch.registry import LAUNCHERS
 from autopipe.options.commands import (
     CheckOptions,
@@ -23,6 +22,7 @@ from autopipe.options.commands import (
 )
 from autopipe.options.commands import given as given_of
 from autopipe.pipeline import Pipeline
+from autopipe.workers.fork_server import preload
 
 from . import failures, launching, options
 from .terminal import Terminal

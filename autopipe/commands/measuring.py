@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.commands.apart.child import Link
-from autopipe.commands.apart.process import is_needed, run_apart
+import torch
+
 from autopipe.commands.checking.batch_sizes import taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.planning.request import (
@@ -35,6 +35,8 @@ from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
 from autopipe.trace.teams import alone
+from autopipe.workers.task import Link
+from autopipe.workers.worker import Worker, needs_worker, result_of
 from autopipe.workload.cutting.dimensions import Minibatch
 
 Accept = Callable[[Graph], None]
@@ -70,7 +72,7 @@ def measured_apart(settings: ProfileSettings) -> bool:
 
     Raises: ProfileError if this machine does not have the device of the settings.
     """
-    return not settings.estimate and is_needed(find_device(settings.device or "auto").type)
+    return not settings.estimate and needs_worker(find_device(settings.device or "auto").type)
 
 
 def measure_anew(
@@ -122,9 +124,14 @@ def _measured_in_another_process(
         sizes,
         minibatch,
     )
-    answer = run_apart(
-        measure_for_command, artifact.encode(task), handle, doing="measuring the model", failure=ProfileError
+    worker = Worker(
+        measure_for_command,
+        artifact.encode(task),
+        doing="measuring the model",
+        threads=torch.get_num_threads(),
+        failure=ProfileError,
     )
+    answer = result_of(worker, handle)
     work.notes.extend(note for note in answer["notes"] if note not in work.notes)
     return Measured(work.store.stored_profile(), answer["method"], tuple(answer["warnings"]))
 

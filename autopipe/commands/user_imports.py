@@ -41,7 +41,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 from autopipe.errors import RunError
-from autopipe.launch.rank.unguarded import refuse_unguarded
+from autopipe.workers.unguarded import refuse_unguarded
 from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
 from autopipe.workload.target.targets import is_target, watching
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from autopipe.ir import artifact
-from autopipe.launch.rank.forked import PRELOAD, ForkedRanks
+from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.rank.signals import handled_by
 from autopipe.launch.request import LOOPBACK, HostCommand, LaunchRequest, WorkerSpec
 from autopipe.launch.supervisor import Supervisor
@@ -30,7 +30,7 @@ def run_ranks(request: LaunchRequest, rendezvous: object = None) -> None:
 
 def commands(request: LaunchRequest) -> list[HostCommand]:
     """Return one entry a rank. None has a command: each is forked, and reads its instructions as JSON."""
-    note = f"forked from a process that has imported {', '.join(PRELOAD)}"
+    note = "forked from a process that has imported torch"
     specs = [_spec(request, rank, Path("SCRATCH")) for rank in range(request.world_size)]
     return [HostCommand(ranks=(spec.rank,), stdin=json.dumps(artifact.encode(spec)), note=note) for spec in specs]
 

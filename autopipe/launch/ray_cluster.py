@@ -166,7 +166,7 @@ class Rank:
 
     def run(self, command: tuple[str, ...], folder: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Run one rank; yield (out or err, a line) of its output, and then ("code", its exit code)."""
-        exec_with_parent_death_signal = (sys.executable, "-m", "autopipe.launch.rank.parent_death", *command)
+        exec_with_parent_death_signal = (sys.executable, "-m", "autopipe.workers.parent_death", *command)
         process = subprocess.Popen(
             exec_with_parent_death_signal,
             cwd=folder,

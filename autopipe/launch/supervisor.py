@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autopipe.errors import AutopipeError, WorkerError
-from autopipe.launch.rank import stacks, unguarded
+from autopipe.launch.rank import stacks
 from autopipe.launch.rank.graceful_stop import Agreement
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import LaunchRequest
+from autopipe.workers.fork_server import death
+from autopipe.workers.unguarded import EXIT_CODE, REMEDY, WHAT
 
 TICK_SECONDS = 0.1
 # a longer wait than a tick: the run was suspended, as by Ctrl-Z, or with the machine
@@ -204,8 +206,8 @@ class Supervisor:
                 remedy=error["remedy"] or f"read what the rank printed: {log}",
                 out_of_memory=error.get("out_of_memory"),
             )
-        if state.code == unguarded.EXIT_CODE:
-            return WorkerError(unguarded.WHAT, rank=state.rank, host=host, remedy=unguarded.REMEDY)
+        if state.code == EXIT_CODE:
+            return WorkerError(WHAT, rank=state.rank, host=host, remedy=REMEDY)
         doing = self.ranks.beats()[state.rank].doing
         return WorkerError(
             state.lost["message"] if state.lost is not None else death(state.code),
@@ -264,12 +266,3 @@ class Supervisor:
     def _log(self, rank: int) -> str:
         host = self.ranks.hosts[rank]
         return f"{self.run.log(rank)}{f' on {host}' if host else ''}"
-
-
-def death(code: int | None) -> str:
-    """Describe how a process ended."""
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = " (kill -9, or the kernel ran out of memory)" if name == "SIGKILL" else ""
-        return f"the process was killed by {name}{hint}"
-    return f"the process exited with code {code} before it was finished"

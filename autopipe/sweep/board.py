@@ -14,11 +14,11 @@ from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, SweepJob
 from autopipe.sweep.halving import Halving
 from autopipe.sweep.leases import Waiting
-from autopipe.sweep.processes import SweepProcess
 from autopipe.sweep.simulator import ModelJob
 from autopipe.sweep.state import Folder, JobRecord
 from autopipe.sweep.structures import Structure, structures_of
 from autopipe.units import finite
+from autopipe.workers.worker import Worker
 
 # what a job without a known length counts as: longer than any other, so that it begins first
 UNKNOWN_SECONDS = 1e9
@@ -35,7 +35,7 @@ class Entry:
     structure: Structure
     halving: Halving | None
     folder: Folder
-    process: SweepProcess | None = None
+    process: Worker | None = None
     devices: tuple[int, ...] = ()  # on which it runs
     began: float = 0.0  # when its lease began, in monotonic time
     trains: bool = False  # its ranks have started
@@ -107,7 +107,7 @@ class Entry:
         computes, copies = structure.load_of(self.seconds_to(self.length))
         return ModelJob(number, computes / shards, copies / shards, shards, shares=True)
 
-    def begin(self, process: SweepProcess, on: tuple[int, ...]) -> None:
+    def begin(self, process: Worker, on: tuple[int, ...]) -> None:
         """Begin a lease."""
         self.process, self.devices, self.began = process, on, time.monotonic()
         self.trains = self.stopping = False

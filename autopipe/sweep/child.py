@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.commands import values
-from autopipe.commands.apart.child import Link
-from autopipe.commands.apart.errors import described
 from autopipe.commands.checking.checking import check_first
 from autopipe.commands.locks import only_one
 from autopipe.commands.options import launch_settings, train_settings
@@ -35,6 +33,8 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.spilling.token import ADDRESS
 from autopipe.sweep.devices import as_visible
+from autopipe.workers.errors import described
+from autopipe.workers.task import Link
 
 # seconds between two messages about steps: the supervisor shows them, and the run has them all in its metrics
 _STEP_SECONDS = 0.1

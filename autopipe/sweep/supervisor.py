@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopipe.commands.apart.errors import restored
 from autopipe.commands.settings import Events
 from autopipe.errors import AutopipeError, InternalError, WorkerError
+from autopipe.ir import artifact
 from autopipe.report.results import SweepEvent
 from autopipe.sweep import state
 from autopipe.sweep.board import Board, Entry
@@ -29,9 +29,11 @@ from autopipe.sweep.devices import Devices
 from autopipe.sweep.file import SweepFile
 from autopipe.sweep.halving import best
 from autopipe.sweep.leases import assign
-from autopipe.sweep.processes import SweepProcess, wait_for
 from autopipe.sweep.sharing import Sharing
 from autopipe.sweep.structures import Structure, as_text
+from autopipe.workers.errors import restored
+from autopipe.workers.task import Function
+from autopipe.workers.worker import Worker, wait_for
 
 POLL_SECONDS = 0.2
 # between two writings of the table while only steps pass
@@ -48,7 +50,7 @@ class _Preparation:
     """A structure that is being prepared."""
 
     structure: Structure
-    process: SweepProcess
+    process: Worker
     device: int
 
 
@@ -97,7 +99,7 @@ class Supervisor:
                 self._take()
         finally:
             for process in self._processes():
-                process.kill()
+                process.end()
             self.sharing.close()
             self._publish(now=True)
 
@@ -111,7 +113,7 @@ class Supervisor:
             return True
         return all(entry.record.status in state.ENDED for entry in self.board.entries)
 
-    def _processes(self) -> list[SweepProcess]:
+    def _processes(self) -> list[Worker]:
         jobs = [entry.process for entry in self.board.entries if entry.process is not None]
         return jobs + [preparation.process for preparation in self._preparations]
 
@@ -139,7 +141,7 @@ class Supervisor:
                 structure.parts,
                 tuple(as_text(jobs[0]) for jobs in comparisons.values()),
             )
-            process = SweepProcess(prepare_jobs, task, f"preparing {structure.first.name}")
+            process = _worker(prepare_jobs, task, f"preparing {structure.first.name}")
             self._preparations.append(_Preparation(structure, process, free[0]))
             self.events("preparing", {"job": structure.first.name, "jobs": len(structure.jobs), "device": free[0]})
 
@@ -214,7 +216,7 @@ class Supervisor:
             part_bytes=structure.part_bytes or 0,
             token=self.sharing.address(entry, on),
         )
-        entry.begin(SweepProcess(train_lease, task, f"training {job.name}"), on)
+        entry.begin(_worker(train_lease, task, f"training {job.name}"), on)
         self._happen(entry, "started")
 
     def _take(self) -> None:
@@ -236,7 +238,7 @@ class Supervisor:
         elif kind == "note" and fields["text"].startswith(_WARNING) and fields["text"] not in self._warnings:
             self._note(fields["text"], entry.job.name)
 
-    def _ended(self, entry: Entry, process: SweepProcess) -> None:
+    def _ended(self, entry: Entry, process: Worker) -> None:
         """Take the end of a lease."""
         stopping = entry.stopping
         entry.end(self.sweep.metric)
@@ -299,7 +301,7 @@ class Supervisor:
     def _stop_all(self) -> None:
         """Request every job to stop, and end what does not train yet: it has nothing to lose."""
         for preparation in self._preparations:
-            preparation.process.kill()
+            preparation.process.end()
         self._preparations.clear()
         for entry in self.board.running():
             if not entry.stopping:
@@ -308,7 +310,7 @@ class Supervisor:
                     entry.stop()
                 else:
                     assert entry.process is not None, "it runs"
-                    entry.process.kill()
+                    entry.process.end()
                     entry.end(self.sweep.metric)
                     entry.record.status, entry.record.step = state.WAITING, entry.saved_step()
                     self._happen(entry, "stopped")
@@ -353,3 +355,8 @@ class Supervisor:
 
 def _what(error: Exception | None) -> str:
     return error.what if isinstance(error, AutopipeError) else str(error)
+
+
+def _worker(function: Function, task: Any, doing: str) -> Worker:
+    """Start a process for a task, a dataclass. A sweep file names models by files and modules: no script is needed."""
+    return Worker(function, artifact.encode(task), doing=doing, imports_main=False)

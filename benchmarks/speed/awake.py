@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.workers.parent_death import die_with_parent
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ import pytest
 from support.commands import Commands, write_model
 from support.warm import DATA_LIBRARY, brief
 
-from autopipe.launch.rank import forked
+from autopipe.workers.fork_server import MODULES
 
 # before any test starts the fork server of this process
-forked.PRELOAD = [*forked.PRELOAD, DATA_LIBRARY]
+MODULES.append(DATA_LIBRARY)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from support.warm import brief
 
 from autopipe.cli.main import autopipe
-from autopipe.launch.rank.forked import preload
+from autopipe.workers.fork_server import preload
 from autopipe.workload import LoadOptions, load_workload
 
 

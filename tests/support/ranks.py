@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autopipe.launch.rank.forked import preload
+from autopipe.workers.fork_server import preload
 
 
 def _run(function: Callable[..., Any], rank: int, world: int, store: str, connection: Connection, args: tuple) -> None:

@@ -7,30 +7,25 @@ both messages are larger, because NVLink reaches its bandwidth only with many me
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from autopipe.errors import RunError
+from autopipe.errors import AutopipeError, RunError
+from autopipe.ir import artifact, decoding
 from autopipe.ir.cluster import Level, Links
 from autopipe.ir.messages import ACTIVATION, Channel
 from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch import env
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory
-from autopipe.launch.rank.forked import END_SECONDS, preload
-from autopipe.launch.rank.parent_death import die_with_parent
-from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.remote import network
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.request import LOOPBACK, LaunchSettings
@@ -38,6 +33,8 @@ from autopipe.runtime.checkpoint.host_buffer import HostBuffer
 from autopipe.runtime.spilling.copies import lane_of
 from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
+from autopipe.workers.task import Link
+from autopipe.workers.worker import Worker, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,7 @@ _WARM_UP = 3
 _COPY_ROUNDS = 7
 _COPY_WARM_UP = 2
 TIMEOUT_SECONDS = 120.0
+_REMEDY = "autopipe doctor"
 _PAIR = (0, 1)
 
 
@@ -72,12 +70,8 @@ class _End:
     device: str  # cpu or cuda
     store: str  # the file in which the ranks meet, if both are on this machine
     identity: RankIdentity | None = None  # if a launcher has started the other one on another host
-    settings: LaunchSettings = field(default_factory=LaunchSettings)
-
-    @property
-    def reports(self) -> bool:
-        """Whether the process that started this rank reads its figures."""
-        return self.rank == 0 or self.identity is not None
+    interface: str = ""  # these two: as in ``LaunchSettings``
+    trust_network: bool = False
 
 
 def measure_links(device: str = "cpu") -> Links:
@@ -97,54 +91,48 @@ def measure_across(device: str, identity: RankIdentity, settings: LaunchSettings
 
     Raises: RunError if a rank fails, or does not answer within ``TIMEOUT_SECONDS``.
     """
-    report = _report_of([_End(rank=identity.rank, device=device, store="", identity=identity, settings=settings)])
+    end = _End(
+        rank=identity.rank,
+        device=device,
+        store="",
+        identity=identity,
+        interface=settings.interface,
+        trust_network=settings.trust_network,
+    )
+    report = _report_of([end])
     return Level("measured hosts", 2, report["bandwidth"], report["latency_seconds"], report["all_reduce_bandwidth"])
 
 
 def _report_of(ends: Sequence[_End]) -> dict[str, Any]:
     """Run ranks as processes, and return the figures of the first that reports."""
-    preload()
-    context = multiprocessing.get_context("forkserver")
-    receive, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank, args=(end, send), daemon=True) for end in ends]
-    patience = 0.0  # while the ranks have not reported
+    ranks: list[Worker] = []
     try:
-        for process in ranks:
-            process.start()
-        send.close()
-        if not receive.poll(TIMEOUT_SECONDS):
-            raise RunError(f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor")
-        report: dict[str, Any] = json.loads(receive.recv_bytes())
-        patience = END_SECONDS
-    except EOFError:
-        raise RunError("a rank that measured the links ended unexpectedly", remedy="autopipe doctor") from None
+        for end in ends:
+            task = artifact.encode(end)
+            ranks.append(Worker(measure_end, task, doing="measuring the links", imports_main=False))
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while any(rank.value is None for rank in ranks):
+            wait_for(ranks, deadline - time.monotonic())
+            if time.monotonic() > deadline:
+                raise RunError(f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy=_REMEDY)
+            for number, rank in enumerate(ranks):
+                list(rank.receive())  # nothing but its end is due
+                if rank.error is not None:
+                    what = rank.error.what if isinstance(rank.error, AutopipeError) else str(rank.error)
+                    raise RunError(f"the links could not be measured: rank {number}: {what}", remedy=_REMEDY)
     finally:
-        for process in ranks:
-            if process.pid is None:
-                continue  # interrupted before it was started
-            process.join(patience)
-            if process.is_alive():
-                process.kill()
-                process.join(END_SECONDS)
-        receive.close()
-    if "error" in report:
-        raise RunError(f"the links could not be measured: {report['error']}", remedy="autopipe doctor")
+        for rank in ranks:
+            rank.end()
+    report: dict[str, Any] = ranks[0].value
     return report
 
 
-def _rank(end: _End, connection: Connection) -> None:
-    die_with_parent()
-    leave_signals_to_supervisor()  # Ctrl-C reaches every process of a terminal
-    torch.set_num_threads(1)
+def measure_end(task: Any, link: Link) -> dict[str, str | float]:
+    """Be one of the two ranks, in a process of its own, and return the figures."""
+    end: _End = decoding.decode(_End, task, "task")
     if end.device == "cpu":
         keep_freed_memory()
-    try:
-        report = _measure(end)
-        if end.reports:
-            connection.send_bytes(json.dumps(report).encode())
-    except Exception as error:
-        connection.send_bytes(json.dumps({"error": f"rank {end.rank}: {error}"}).encode())
-    connection.close()
+    return _measure(end)
 
 
 def _store(end: _End) -> Any:
@@ -152,8 +140,9 @@ def _store(end: _End) -> Any:
     if end.identity is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         return dist.FileStore(end.store, len(_PAIR))  # type: ignore[attr-defined]  # exported, though not by name
-    store, address = env.store_of(end.identity, end.settings, timeout_seconds=TIMEOUT_SECONDS)
-    interface = end.settings.interface or network.interface_towards(address)
+    settings = LaunchSettings(interface=end.interface, trust_network=end.trust_network)
+    store, address = env.store_of(end.identity, settings, timeout_seconds=TIMEOUT_SECONDS)
+    interface = end.interface or network.interface_towards(address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     return store

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from autopipe import __version__
-from autopipe.commands.apart.child import Link
-from autopipe.commands.apart.process import is_needed, run_apart
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
@@ -43,6 +41,8 @@ from autopipe.verify.check import compare, staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.overflow import until_taken
 from autopipe.verify.plain import PlainSettings
+from autopipe.workers.task import Link
+from autopipe.workers.worker import Worker, needs_worker, result_of
 from autopipe.workload.batches.items import kept
 from autopipe.workload.target.targets import in_full
 
@@ -109,9 +109,10 @@ def _compare(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compar
 
     Raises: RunError if that process ends early; ``instead``: a further remedy for it.
     """
-    if is_needed(prepared.profile.device.kind):
+    if needs_worker(prepared.profile.device.kind):
         task, doing = ComparisonTask.of(prepared, wanted), "comparing with plain training"
-        return Compared.decode(run_apart(compare_for_command, task, ignore_event, doing=doing, instead=instead))
+        worker = Worker(compare_for_command, task, doing=doing, threads=torch.get_num_threads(), instead=instead)
+        return Compared.decode(result_of(worker, ignore_event))
     return _compare_here(prepared, wanted)
 
 

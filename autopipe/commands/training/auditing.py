@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import os
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +26,15 @@ from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
 from autopipe.commands.users_files import digest_of_file, users_files
 from autopipe.errors import ArtifactError, AuditError, AutopipeError, RunError
-from autopipe.launch.rank.forked import preload
-from autopipe.launch.rank.parent_death import die_with_parent
-from autopipe.launch.rank.signals import leave_signals_to_supervisor
+from autopipe.launch.rank.worker import redirect_output
 from autopipe.report.results import AuditReport, TrainResult
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.units import in_bytes
 from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
+from autopipe.workers.task import Link
+from autopipe.workers.worker import Worker, wait_for
 
 # the share of the training time that audits may use, as if they ran on a core that training needs
 SHARE = 0.005
@@ -47,7 +44,7 @@ STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
 _WRITTEN = 6
 # the most that the audit of the second step may cost, in seconds or as a share of the predicted time of the run
 _FIRST_SECONDS, _FIRST_SHARE = 30.0, 0.05
-_END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
+_LOOK_SECONDS = 0.1
 _NICE = 19
 MOST_SECONDS = 1800.0
 """The timeout of an audit's process, which runs at the lowest priority and may take long."""
@@ -156,7 +153,7 @@ class Auditor:
     most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then skipped
     _deadline: float = 0.0
     _waiting: list[tuple[int, float]] = field(default_factory=list)
-    _process: ForkServerProcess | None = None
+    _worker: Worker | None = None
     _files: AuditFiles | None = None
     _model: dict[Path, str] = field(default_factory=dict)
     _different: int = -1
@@ -174,36 +171,33 @@ class Auditor:
 
     def poll(self) -> None:
         """Handle the result of a finished comparison, and start the next one. Raises: AuditError."""
-        if self._process is not None and not self._process.is_alive():
-            process, files = self._process, self._files
-            self._process = self._files = None
-            assert files is not None
-            self._take(files, process)
-        elif self._process is not None and time.monotonic() > self._deadline:
-            process, files = self._process, self._files
-            self._process = self._files = None
-            process.kill()
-            process.join(_END_SECONDS)
-            assert files is not None
-            files.clear()
-            log = self.run.path / "logs" / "audit.log"
-            self.left_out(f"its process did not end within {self.most_seconds:.0f} s; see {log}")
-        if self._process is None and self._waiting:
+        if (worker := self._worker) is not None:
+            assert self._files is not None
+            list(worker.receive())  # nothing but its end is due
+            if worker.ended:
+                self._worker = None
+                self._take(self._files, worker)
+            elif time.monotonic() > self._deadline:
+                worker.end()
+                self._worker = None
+                self._files.clear()
+                log = self.run.path / "logs" / "audit.log"
+                self.left_out(f"its process did not end within {self.most_seconds:.0f} s; see {log}")
+        if self._worker is None and self._waiting:
             self._start(*self._waiting.pop(0))
 
     def finish(self, stopped: Callable[[], bool]) -> None:
         """Wait for all comparisons, or until a stop is requested. Raises: AuditError."""
         self.poll()
-        while self._process is not None and not stopped():
-            self._process.join(_LOOK_SECONDS)
+        while self._worker is not None and not stopped():
+            wait_for([self._worker], _LOOK_SECONDS)
             self.poll()
 
     def end(self) -> None:
         """End the current comparison and clear the queue. Results remain, and the files of a step that differs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join(_END_SECONDS)
-        self._process = self._files = None
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = self._files = None
         self._waiting.clear()
         clear_all(self.run.path, self._different)
 
@@ -232,25 +226,23 @@ class Auditor:
             files.clear()
             return
         files.result.unlink(missing_ok=True)
-        preload()
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_audit_entry, args=(str(self.run.path), step, loss, self.elsewhere), name="audit", daemon=True
-        )
+        task = {"path": str(self.run.path), "step": step, "loss": loss, "elsewhere": self.elsewhere}
         try:
-            process.start()
-        except (EOFError, OSError) as error:
-            self.left_out(f"its process cannot be started: {error}")
+            self._worker = Worker(compare_for_run, task, doing="an audit")
+        except RunError as error:
+            self.left_out(error.what)
             files.clear()
             return
-        self._process, self._files = process, files
+        self._files = files
         self._deadline = time.monotonic() + self.most_seconds
 
-    def _take(self, files: AuditFiles, process: ForkServerProcess) -> None:
+    def _take(self, files: AuditFiles, worker: Worker) -> None:
         try:
             result = files.load()
-        except ArtifactError:
+        except ArtifactError as unread:
             log = self.run.path / "logs" / "audit.log"
-            self.left_out(f"its process ended with code {process.exitcode}; see {log}")
+            ended = f"its process ended with code {worker.process.exitcode}"
+            self.left_out(f"{ended if worker.died else worker.error or unread}; see {log}")
             files.clear()
             return
         if result.status == DIFFERENT and (edited := self._edited()):
@@ -287,24 +279,19 @@ def report_of(result: AuditResult) -> AuditReport:
     return AuditReport(result.step, result.status == EQUAL, result.bitwise, result.error, result.seconds)
 
 
-def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:
-    """Compare one minibatch and write the result; the entry point of the process."""
-    die_with_parent()
-    leave_signals_to_supervisor()
+def compare_for_run(task: Mapping[str, Any], link: Link) -> None:
+    """Compare one minibatch and write the result, in the process that the auditor starts."""
     os.nice(_NICE)
-    log = Path(path) / "logs" / "audit.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
+    path, step = Path(task["path"]), task["step"]
+    log = path / "logs" / "audit.log"
+    redirect_output(log)
     try:
-        result = audit(Path(path), step, loss, elsewhere)
+        result = audit(path, step, task["loss"], task["elsewhere"])
     except BaseException as error:
         traceback.print_exc()
-        sys.stderr.flush()
         text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
         result = AuditResult(step, LEFT_OUT, reason=f"the plain step failed: {text} (see {log})")
-    AuditFiles(Path(path), step).save(dataclasses.replace(result, seconds=time.process_time()))
+    AuditFiles(path, step).save(dataclasses.replace(result, seconds=time.process_time()))
 
 
 def fields_of(result: AuditResult) -> Mapping[str, Any]:

@@ -36,7 +36,6 @@ from autopipe.commands.training.lookahead import covered, first_minibatches, ref
 from autopipe.commands.training.measured import write_speed, write_timeline
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
 from autopipe.errors import RunError, counted
-from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.planning.clusters import precision_of
 from autopipe.planning.cost.datasheets import utilization
@@ -49,6 +48,7 @@ from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.job import Job, RunDirectory, read_rows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.verify.restorable import prove_restorable
+from autopipe.workers.fork_server import preload
 
 MOST_STEPS = 2**31 - 1
 

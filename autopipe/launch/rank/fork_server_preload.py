@@ -6,7 +6,7 @@ compute on meanwhile.
 
 import gc
 
-from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.workers.parent_death import die_with_parent
 
 die_with_parent()  # before the imports, which take seconds
 gc.disable()  # a fifth of their time

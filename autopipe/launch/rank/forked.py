@@ -5,20 +5,16 @@ All launchers start their ranks here: the local one, the agent on a remote host,
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,17 +25,9 @@ import psutil
 from autopipe.errors import RunError, WorkerError
 from autopipe.ir import artifact
 from autopipe.launch.rank.heartbeat import Beat, Heartbeats
-from autopipe.launch.rank.signals import stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
+from autopipe.workers.fork_server import END_SECONDS, fork
 
-PRELOAD = ["autopipe.launch.rank.fork_server_preload"]
-FORK_SERVER: Any = forkserver._forkserver  # it has no public name
-# for a killed process to end: its GPU's driver releases the memory first
-END_SECONDS = 15.0
-# a socket's path holds 107 bytes, and multiprocessing's own names take up to 40 of them
-_LONGEST_FOLDER = 60
-_STARTS = 20
-_START_PAUSE_SECONDS = 0.05
 # per rank and poll: a rank that reports a lot must not hide the end of another
 _MOST_EVENTS = 200
 # the parent of a process detects its death at once
@@ -77,7 +65,11 @@ class ForkedRanks:
         Raises: WorkerError if the fork server ends repeatedly before the rank has started.
         """
         receive, send = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-        process = _forked(spec, send, listener)
+        arguments = json.dumps(artifact.encode(spec)), send, listener
+        try:
+            process = fork(rank_entry, arguments, name=f"rank {spec.rank}")
+        except RunError as error:
+            raise WorkerError(error.what, rank=spec.rank, host=spec.host, remedy=error.remedy) from None
         send.close()
         self._processes.append(_Process(spec.rank, process, receive))
 
@@ -148,80 +140,11 @@ class ForkedRanks:
         self._beats.close()
 
 
-def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) -> ForkServerProcess:
-    """Fork a rank. If the fork server ends meanwhile, start another."""
-    from autopipe.launch.rank.entry import rank_entry
+def rank_entry(text: str, connection: Connection, listener: socket.socket | None) -> None:
+    """Run one rank; see ``worker.rank_main``. The fork server has imported that module already."""
+    from autopipe.launch.rank.worker import rank_main  # with torch, which the parent need not import
 
-    for _ in range(_STARTS):
-        preload()
-        process = multiprocessing.get_context("forkserver").Process(
-            target=rank_entry,
-            args=(json.dumps(artifact.encode(spec)), send, listener),
-            name=f"rank {spec.rank}",
-            daemon=True,
-        )
-        try:
-            process.start()
-        except (EOFError, OSError):
-            time.sleep(_START_PAUSE_SECONDS)  # until the kernel reports its end
-        else:
-            return process
-    raise WorkerError(
-        f"the process that ranks are forked from ended {_STARTS} times before rank {spec.rank} started",
-        rank=spec.rank,
-        host=spec.host,
-        remedy="check whether the machine is short of memory or of processes (ulimit -u)",
-    )
-
-
-def preload(also: Sequence[str] = ()) -> None:
-    """Start the fork server, which imports torch in the background, unless it runs.
-
-    It ignores the signals that request the end of a run: this process handles them. ``also``: further modules that it
-    imports.
-    """
-    prepare_fork_server(also)
-    with stop_signals_blocked():
-        forkserver.ensure_running()
-
-
-def end_fork_server() -> None:
-    """End the fork server, if it runs. The next rank is forked from a new one, with another seed of string hashes."""
-    with stop_signals_blocked():
-        FORK_SERVER._stop()
-
-
-def fork_server_runs() -> bool:
-    """Return whether this process has a fork server, which may have ended meanwhile."""
-    return FORK_SERVER._forkserver_pid is not None
-
-
-def prepare_fork_server(also: Sequence[str] = ()) -> None:
-    """Set up what the fork server needs: a folder for its socket, the modules that it imports, the resource tracker."""
-    _shorten_socket_paths()
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *also])
-    with stop_signals_blocked():  # the resource tracker unblocks only the signals that it ignores
-        resource_tracker.ensure_running()
-
-
-def _shorten_socket_paths() -> None:
-    """Make multiprocessing create its sockets in a directory with a short path, if TMPDIR is too long for them.
-
-    Raises: RunError if no such directory exists.
-    """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # it has no public name
-    if config.get("tempdir") is not None or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
-        return
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108  # mkdtemp creates a private directory in it
-        with contextlib.suppress(OSError):
-            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
-            atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
-            return
-    raise RunError(
-        f"the path of the folder for temporary files is too long for a socket ({_LONGEST_FOLDER} bytes at most)",
-        where=f"TMPDIR={tempfile.gettempdir()}",
-        remedy="set TMPDIR to a folder with a shorter path",
-    )
+    rank_main(text, connection, listener)
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 
 from autopipe.errors import AutopipeError
-from autopipe.launch.rank.forked import preload
 from autopipe.launch.remote import facts, network, protocol
 from autopipe.launch.remote.rank_host import RankHost, file_digest
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
+from autopipe.workers.fork_server import preload
 
 # how long ranks may take to end before the agent exits without them; its exit kills them
 LEAVE_SECONDS = 3.0

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from support.commands import Commands, assert_gone, descendants, training, write_model
 from support.waiting import under_load, wait_until
 
-from autopipe.commands.apart import process
 from autopipe.ir import artifact
 from autopipe.ir.profile import Profile
 from autopipe.pipeline import Pipeline
+from autopipe.workers.worker import ALWAYS, Worker
 
 WORDS = ["--gpus", "2", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
 # fails in the measured optimizer step, in the way that the environment names
@@ -41,7 +41,7 @@ def optimizer(named_parameters):
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(process.ALWAYS, "1")
+    monkeypatch.setenv(ALWAYS, "1")
 
 
 def trained(commands: Commands, run: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def trained(commands: Commands, run: str) -> dict[str, Any]:
 
 def test_a_training_is_the_same_to_the_last_bit(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     here = trained(commands, "here")
-    monkeypatch.setenv(process.ALWAYS, "1")
+    monkeypatch.setenv(ALWAYS, "1")
     there = trained(commands, "there")
     assert there["losses"] == here["losses"] and len(here["losses"]) == 3
     assert there["notes"] == here["notes"] and "equal, bit for bit" in here["notes"][-1]
@@ -71,7 +71,7 @@ def test_a_check_reports_the_same(commands: Commands, monkeypatch: pytest.Monkey
     words = ["check", "model.py", *WORDS, "--full-batch"]
     commands.run("profile", "model.py")  # both plan from the same times
     here = commands.document(*words)
-    monkeypatch.setenv(process.ALWAYS, "1")
+    monkeypatch.setenv(ALWAYS, "1")
     there = commands.document(*words)
     assert here["full_batch"]["parameters"] and here["equal"]
     assert {**here, "notes": there["notes"]} == there
@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_a_number_is_reported_the_same(commands: Commands, mo
     write_model(commands.folder, nan=1)
     words = ["check", "model.py", *WORDS]
     here = commands.document(*words, code=1)
-    monkeypatch.setenv(process.ALWAYS, "1")
+    monkeypatch.setenv(ALWAYS, "1")
     there = commands.document(*words, code=1)
     assert here["nonfinite"] and None in here["losses"]
     assert {**here, "notes": there["notes"]} == there
@@ -91,18 +91,18 @@ def test_a_loss_that_is_not_a_number_is_reported_the_same(commands: Commands, mo
 def test_the_processes_have_ended_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    start, pids, at_start = process.forked_or_new, [], []
+    start, pids, at_start = Worker.__init__, [], []
 
-    def noted() -> process.ApartProcess:
-        started = start()
-        pids.append(started.process.pid)
-        return started
+    def noted(worker: Worker, *args: Any, **options: Any) -> None:
+        start(worker, *args, **options)
+        if options["doing"] != "an audit":
+            pids.append(worker.pid)
 
     def watch(kind: str, fields: Any) -> None:
         if kind == "start":
             at_start.extend(pid for pid in pids if psutil.pid_exists(pid))
 
-    monkeypatch.setattr(process, "forked_or_new", noted)
+    monkeypatch.setattr(Worker, "__init__", noted)
     pipe = Pipeline("model.py", gpus=2, batch_size=8, num_microbatches=4, device="cpu", replicas="never")
     assert len(pipe.train(steps=1, on_event=watch).losses) == 1
     assert len(pids) == 2 and not at_start  # one measures, one compares
@@ -136,7 +136,7 @@ def failing(commands: Commands, monkeypatch: pytest.MonkeyPatch, how: str) -> li
 def test_an_error_of_the_users_code_is_reported_the_same(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     words = failing(commands, monkeypatch, "raise")
     here = commands.document(*words, code=1)
-    monkeypatch.setenv(process.ALWAYS, "1")
+    monkeypatch.setenv(ALWAYS, "1")
     assert commands.document(*words, code=1) == here
     assert here["error"]["type"] == "ModelFileError" and "failing.py:13 in optimizer" in here["error"]["at"]
 
@@ -182,7 +182,7 @@ from autopipe.commands.checking import checking
 from autopipe.commands.checking.fitting import Place
 from autopipe.commands.training import runs
 from autopipe.ir.profile import Device
-from autopipe.launch.rank.forked import preload
+from autopipe.workers.fork_server import preload
 from autopipe.pipeline import Pipeline
 
 allow_cuda()

@@ -17,7 +17,7 @@ from support import oracle
 
 from autopipe import Pipeline
 from autopipe.errors import ModelFileError, RunError, WorkerError
-from autopipe.launch.rank import forked
+from autopipe.workers.fork_server import FORK_SERVER
 
 pytestmark = pytest.mark.timeout(240)
 MODEL = """
@@ -64,7 +64,7 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
 
 def ranks() -> list[psutil.Process]:
     """Return the processes that were forked from the fork server."""
-    server = forked.FORK_SERVER._forkserver_pid
+    server = FORK_SERVER._forkserver_pid
     return [] if server is None else psutil.Process(server).children(recursive=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from autopipe.errors import WorkerError
-from autopipe.launch.rank import forked
+from autopipe.errors import RunError, WorkerError
+from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.rank.signals import STOPPING, StopRequest, stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
+from autopipe.workers import fork_server
 
 DEAF = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 
@@ -50,23 +50,19 @@ def test_a_fork_server_that_ends_is_replaced_and_not_mistaken_for_ctrl_c(
     deaths: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Dying.left = deaths
-    monkeypatch.setattr(forked, "preload", lambda: None)
-    monkeypatch.setattr(forked, "_START_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(fork_server, "preload", lambda: None)
+    monkeypatch.setattr(fork_server, "_START_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "Process", Dying, raising=False)
+    if starts:
+        assert isinstance(fork_server.fork(print, (), name="rank 1"), Dying)
+        return
+    with pytest.raises(RunError, match="ended 20 times before this one started: rank 1"):
+        fork_server.fork(print, (), name="rank 1")
     spec = WorkerSpec(
         run=str(tmp_path), rank=1, world_size=2, store="file:///x", heartbeats="", body="train", timeout_seconds=60.0
     )
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    nobody: socket.socket | None = None
-    try:
-        if starts:
-            assert isinstance(forked._forked(spec, theirs, nobody), Dying)
-        else:
-            with pytest.raises(WorkerError, match="ended 20 times before rank 1 started"):
-                forked._forked(spec, theirs, nobody)
-    finally:
-        ours.close()
-        theirs.close()
+    with pytest.raises(WorkerError, match="ended 20 times before this one started: rank 1"):
+        ForkedRanks(tmp_path, 2).start(spec)
 
 
 FORK_SERVER = """
@@ -74,7 +70,7 @@ import os
 import sys
 from multiprocessing import forkserver, resource_tracker
 
-from autopipe.launch.rank.forked import preload
+from autopipe.workers.fork_server import preload
 
 preload()
 print(forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid, os.getpid(), flush=True)

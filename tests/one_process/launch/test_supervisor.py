@@ -15,8 +15,9 @@ from autopipe.launch import supervisor
 from autopipe.launch.rank import stacks
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import LaunchRequest, LaunchSettings, watchdog_of
-from autopipe.launch.supervisor import Supervisor, death
+from autopipe.launch.supervisor import Supervisor
 from autopipe.runtime.job import RunDirectory
+from autopipe.workers.fork_server import death
 
 
 @dataclass

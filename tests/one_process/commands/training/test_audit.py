@@ -296,12 +296,12 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed_to_write(
     assert not any(path.suffix == ".after" for path in (tmp_path / "audits").iterdir())
 
 
-def hang(path: str, step: int, loss: float, elsewhere: str) -> None:
+def hang(task: Any, link: Any) -> None:
     time.sleep(3600)
 
 
 def test_a_hanging_comparison_is_ended_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auditing, "_audit_entry", hang)
+    monkeypatch.setattr(auditing, "compare_for_run", hang)
     monkeypatch.setattr(auditing.Auditor, "_edited", lambda self: "")
     notes: list[str] = []
     auditor = auditing.Auditor(
@@ -310,9 +310,9 @@ def test_a_hanging_comparison_is_ended_and_skipped(tmp_path: Path, monkeypatch: 
     files = AuditFiles(tmp_path, 3)
     files.after.mkdir(parents=True)
     auditor.add(3, 1.0)
-    process = auditor._process
-    assert process is not None
+    worker = auditor._worker
+    assert worker is not None
     auditor.finish(lambda: False)
-    assert not process.is_alive()
+    assert not worker.process.is_alive()
     assert notes == [f"an audit is skipped: its process did not end within 1 s; see {tmp_path / 'logs' / 'audit.log'}"]
     assert not files.after.exists()

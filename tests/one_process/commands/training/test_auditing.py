@@ -6,6 +6,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -74,10 +75,11 @@ def test_audits_are_skipped_if_the_plain_step_does_not_fit(monkeypatch: pytest.M
 class Ended:
     """A process that has ended."""
 
-    exitcode = 3
+    ended = died = True
+    process = SimpleNamespace(exitcode=3)
 
-    def is_alive(self) -> bool:
-        return False
+    def receive(self) -> list[Any]:
+        return []
 
 
 class RecordingAuditor(auditing.Auditor):
@@ -108,7 +110,7 @@ def ended(auditor: RecordingAuditor, result: AuditResult | None) -> AuditFiles:
         folder.mkdir(parents=True)
     if result is not None:
         files.save(result)
-    auditor._process, auditor._files = Ended(), files  # type: ignore[assignment]
+    auditor._worker, auditor._files = Ended(), files  # type: ignore[assignment]
     return files
 
 

@@ -1,4 +1,4 @@
-"""``python -m autopipe.launch.rank.parent_death COMMAND ...``: run a command that is killed when its parent ends.
+"""``python -m autopipe.workers.parent_death COMMAND ...``: run a command that is killed when its parent ends.
 
 It is for a parent that starts ranks for a cluster: if that is killed, no other process would end them.
 """

@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autopipe.commands.users_errors import error_of_users_code
 from autopipe.errors import AutopipeError, InternalError
+from autopipe.workload.users_errors import error_of_users_code
 
 
 class OtherProcessError(Exception):

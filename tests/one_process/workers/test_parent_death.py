@@ -9,7 +9,7 @@ import os
 import time
 from multiprocessing import forkserver
 
-from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.workers.parent_death import die_with_parent
 
 def rank():
     multiprocessing.parent_process().join()

@@ -12,13 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from support.apart import functions
 from support.waiting import under_load, wait_until
+from support.workers import functions
 
-from autopipe.commands.apart import process
-from autopipe.commands.apart.errors import OtherProcessError, described, restored
-from autopipe.commands.apart.process import run_apart
 from autopipe.errors import (
     AutopipeError,
     InternalError,
@@ -28,20 +24,26 @@ from autopipe.errors import (
     TraceError,
     WorkerError,
 )
-from autopipe.launch.rank import forked
-from autopipe.launch.rank.unguarded import WHAT
+from autopipe.workers.errors import OtherProcessError, described, restored
+from autopipe.workers.fork_server import preload
+from autopipe.workers.task import Function
+from autopipe.workers.unguarded import WHAT
+from autopipe.workers.worker import Handler, Worker, result_of
 from autopipe.workload.model.size_limits import TooLargeError
 
 HERE = Path(functions.__file__)
 
 
-@pytest.fixture(params=["forked", "new"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run in a process of the fork server, or in a new one."""
-    forked.preload()
-    monkeypatch.setattr(process, "fork_server_runs", lambda: request.param == "forked")
-    yield request.param
-    assert not [p.pid for p in psutil.Process().children() if "apart" in " ".join(p.cmdline())]
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    preload()
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def run(function: Function, task: Any, handle: Handler, **options: Any) -> Any:
+    return result_of(Worker(function, task, **options), handle)
 
 
 def ignore(kind: str, fields: dict[str, Any]) -> None:
@@ -53,13 +55,8 @@ def test_messages_and_result_arrive(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     received: list[tuple[str, dict[str, Any]]] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with caplog.at_level(logging.INFO):
-            result = run_apart(functions.report, {"a": [1, "ü"]}, lambda *m: received.append(m), doing="reporting")
-    finally:
-        torch.set_num_threads(before)
+    with caplog.at_level(logging.INFO):
+        result = run(functions.report, {"a": [1, "ü"]}, lambda *m: received.append(m), doing="reporting", threads=3)
     assert received == [
         ("progress", {"what": "measuring", "fraction": 0.5}),
         ("captured", {"graph": "of the model"}),
@@ -79,7 +76,7 @@ def test_a_handler_that_raises_ends_the_process() -> None:
             raise RunError("another model")
 
     with pytest.raises(RunError, match="another model"):
-        run_apart(functions.report, None, refuse, doing="reporting")
+        run(functions.report, None, refuse, doing="reporting")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_a_handler_that_raises_ends_the_process() -> None:
 )
 def test_an_error_is_raised_as_in_one_process(task: str, error: type[AutopipeError], what: str, where: str) -> None:
     with pytest.raises(AutopipeError) as caught:
-        run_apart(functions.fail, task, ignore, doing="failing")
+        run(functions.fail, task, ignore, doing="failing")
     assert type(caught.value) is error
     assert caught.value.what == what and caught.value.where.startswith(where)
     assert caught.value.remedy
@@ -104,27 +101,27 @@ def test_an_error_is_raised_as_in_one_process(task: str, error: type[AutopipeErr
 
 def test_an_error_of_the_system_keeps_its_number() -> None:
     with pytest.raises(OSError, match="No space left") as caught:
-        run_apart(functions.fail, "disk", ignore, doing="failing")
+        run(functions.fail, "disk", ignore, doing="failing")
     assert (caught.value.errno, caught.value.filename) == (28, "/full/profile.json")
 
 
 def test_a_process_that_is_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProfileError, match="measuring: the process was killed by SIGKILL") as killed:
-        run_apart(functions.die, None, ignore, doing="measuring", failure=ProfileError, instead="--no-check")
+        run(functions.die, None, ignore, doing="measuring", failure=ProfileError, instead="--no-check")
     assert killed.value.remedy.startswith("free memory on this host") and killed.value.remedy.endswith(
         "; or --no-check"
     )
     with pytest.raises(RunError, match="exited with code 5 before it was finished") as ended:
-        run_apart(functions.die, 5, ignore, doing="comparing")
+        run(functions.die, 5, ignore, doing="comparing")
     assert "extension" in ended.value.remedy
     with pytest.raises(RunError, match=WHAT):
-        run_apart(functions.die, 93, ignore, doing="comparing")
+        run(functions.die, 93, ignore, doing="comparing")
 
 
 def test_what_a_process_started_ends_also_if_it_ended_itself() -> None:
     pids: list[int] = []
     with pytest.raises(RunError, match="exited with code 4"):
-        run_apart(functions.leave, 4, lambda kind, fields: pids.extend(fields["pids"]), doing="comparing")
+        run(functions.leave, 4, lambda kind, fields: pids.extend(fields["pids"]), doing="comparing")
     (pid,) = pids
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -138,7 +135,7 @@ def test_an_interrupt_ends_the_process_and_what_it_started() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_apart(functions.wait, None, interrupt, doing="waiting")
+        run(functions.wait, None, interrupt, doing="waiting")
     assert len(pids) == 2
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), under_load(5))
 

@@ -1,4 +1,4 @@
-"""Functions that tests run in another process, as ``commands.apart`` runs measurements."""
+"""Functions that tests run in another process, as commands run measurements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.apart.child import Link
 from autopipe.errors import TraceError
+from autopipe.workers.task import Link
 
 
 def report(task: Any, link: Link) -> Any:
