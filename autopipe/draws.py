@@ -49,6 +49,29 @@ def states_of_generators() -> dict[str, Any]:
     }
 
 
+def random_states() -> tuple[torch.Tensor, Any, Any]:
+    """Return the states of the global generators of torch's CPU, numpy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_states(states: tuple[torch.Tensor, Any, Any]) -> None:
+    """Set these generators to states that ``random_states`` returned."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+@contextlib.contextmanager
+def generators_outside_torch_restored() -> Iterator[None]:
+    """Restore the global generators of numpy and Python after the block. torch's own stays where the block left it."""
+    numpys, pythons = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpys)
+        random.setstate(pythons)
+
+
 def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:
     """Return the seed of one random operation, in 0 .. 2**63 - 1.
 
@@ -237,16 +260,12 @@ def inside(where: tuple[int, int, int], position: int) -> Iterator[None]:
     the shuffling of a data hook does not depend on the model.
     """
     seed = seed_of(*where, position)
-    with _GENERATOR:  # Python's and numpy's generators belong to the whole process
-        before = random.getstate(), np.random.get_state()
+    # Python's and numpy's generators belong to the whole process
+    with _GENERATOR, generators_outside_torch_restored():
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            with Draws(seed, 0, 0), flat_checkpoints():
-                yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+        with Draws(seed, 0, 0), flat_checkpoints():
+            yield
 
 
 class _Entered:

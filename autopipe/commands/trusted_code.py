@@ -15,7 +15,6 @@ import pwd
 import shlex
 import stat
 import sys
-import sysconfig
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir.artifact import write_text
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.users_code import PYTHON, library_of
 from autopipe.workload.target.files import files_of
 from autopipe.workload.target.targets import Target, elsewhere
 
@@ -92,10 +92,7 @@ def _untrusted_code(target: Target) -> str:
 
 def _is_of_python(path: Path) -> bool:
     """Return whether a file is of the standard library, whose functions run any program with the right arguments."""
-    place = path.resolve()
-    folders = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
-    installed = {"site-packages", "dist-packages"} & set(place.parts)
-    return not installed and any(place.is_relative_to(folder) for folder in folders)
+    return library_of(str(path.resolve())) == PYTHON
 
 
 def writable_by_others(path: Path) -> str:

@@ -41,8 +41,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 from autopipe.errors import RunError
+from autopipe.users_code import is_own_file_here, library_of
 from autopipe.workers.unguarded import refuse_unguarded
-from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
+from autopipe.workload.target.sources import SourceLoader, folder_of
 from autopipe.workload.target.targets import is_target, watching
 
 
@@ -324,7 +325,7 @@ def _file(module: ModuleType) -> object:
 
 def _is_source(module: ModuleType) -> bool:
     file = _file(module)
-    return isinstance(file, str) and file.endswith(".py") and not is_installed(file)
+    return isinstance(file, str) and file.endswith(".py") and is_own_file_here(file)
 
 
 def _digest(file: str, before: int | None = None) -> bytes:
@@ -339,9 +340,8 @@ def _digest(file: str, before: int | None = None) -> bytes:
 
 def _is_installed(spec: ModuleSpec) -> bool:
     if spec.has_location:
-        return is_installed(spec.origin or "")
-    parts = [Path(folder).parts for folder in spec.submodule_search_locations or ()]  # of a namespace package
-    return any("site-packages" in part or "dist-packages" in part for part in parts)
+        return not is_own_file_here(spec.origin or "")
+    return any(map(library_of, spec.submodule_search_locations or ()))  # of a namespace package
 
 
 def _refers(name: str, module: ModuleType, others: set[str]) -> bool:

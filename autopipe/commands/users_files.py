@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
 import sys
-import sysconfig
 import types
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 import autopipe
 from autopipe.commands.trusted_code import references
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.users_code import is_own_file
 from autopipe.workload.target.files import files_of
 
 
@@ -27,7 +26,7 @@ def users_files(spec: WorkloadSpec) -> dict[Path, str]:
     files = {path for reference in references(spec) for path in files_of(reference.target)}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
-    files |= {path.resolve() for path in imported if path.suffix == ".py" and not _is_installed(path)}
+    files |= {path.resolve() for path in imported if path.suffix == ".py" and is_own_file(str(path))}
     return {path: digest_of_file(path) for path in files}
 
 
@@ -46,16 +45,3 @@ def versions() -> tuple[str, ...]:
     for path in sorted(Path(autopipe.__file__).parent.rglob("*.py")):
         source.update(path.read_bytes())
     return autopipe.__version__, source.hexdigest(), str(torch.__version__), platform.python_version()
-
-
-def _is_installed(path: Path) -> bool:
-    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-    return in_packages or str(path).startswith(_installation_folders())
-
-
-@functools.cache
-def _installation_folders() -> tuple[str, ...]:
-    """Return the folders of the standard library, the packages and autopipe, each with a separator at its end."""
-    paths = sysconfig.get_paths()
-    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(str(Path(folder)) + os.sep for folder in (*sorted(libraries), str(Path(autopipe.__file__).parent)))

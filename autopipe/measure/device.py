@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import platform
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
+from autopipe.draws import generators_outside_torch_restored
 from autopipe.errors import ProfileError
 from autopipe.ir.profile import Device
 
@@ -83,12 +82,9 @@ def quiet(device: torch.device, threads: int) -> Iterator[None]:
     """Use ``threads`` intra-op threads in the block; restore the threads and the random number generators after it."""
     before = torch.get_num_threads()
     devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    numpy_state, random_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), generators_outside_torch_restored():
         torch.set_num_threads(threads)
         try:
             yield
         finally:
             torch.set_num_threads(before)
-            np.random.set_state(numpy_state)
-            random.setstate(random_state)

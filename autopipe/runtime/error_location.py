@@ -6,7 +6,7 @@ import traceback
 
 from autopipe.generate.origin import users_place
 from autopipe.ir.graph import Graph
-from autopipe.workload.target.sources import is_installed
+from autopipe.users_code import is_own_file_here
 
 
 def error_location(error: BaseException, graph: Graph | None) -> str:
@@ -21,6 +21,6 @@ def error_location(error: BaseException, graph: Graph | None) -> str:
 
 def _line(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not is_installed(frame.filename):
+        if is_own_file_here(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
     return ""

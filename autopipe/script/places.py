@@ -32,7 +32,7 @@ from autopipe.launch.remote.agent_pool import AgentPool, command_of
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
 from autopipe.launch.request import LaunchSettings
-from autopipe.script.refusals import in_a_library
+from autopipe.users_code import is_own_file
 
 if TYPE_CHECKING:
     from autopipe.script.rank.server import RankProcess, RankServer
@@ -275,7 +275,7 @@ def _check_start(hosts: Sequence[str], settings: LaunchSettings, needed_bytes: S
 def _own_modules() -> list[Path]:
     """Return the files of the script and of the modules that it has imported, but for installed packages."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    return sorted({Path(file).absolute() for file in files if isinstance(file, str) and not in_a_library(file)})
+    return sorted({Path(file).absolute() for file in files if isinstance(file, str) and is_own_file(file)})
 
 
 @contextlib.contextmanager

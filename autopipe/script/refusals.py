@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import torch
-
 from autopipe.errors import RunError, TraceError
-
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-_TORCH = tuple({f"{path.parent}/" for path in (Path(torch.__file__), Path(torch.__file__).resolve())})  # may be a link
-_LIBRARIES = tuple({sysconfig.get_paths()[key].rstrip("/") + "/" for key in ("purelib", "platlib", "stdlib")})
+from autopipe.users_code import AUTOPIPE, TORCH, is_own_file, library_of
 
 
 class RefusedError(RunError):
@@ -40,19 +33,19 @@ raised: list[RefusedError] = []
 def place() -> str:
     """Return ``file:line`` of the innermost call that is neither in autopipe nor in torch; "" without one."""
     frame = sys._getframe(1)
-    return next((_line(f) for f in _frames(frame) if not f.f_code.co_filename.startswith((_PACKAGE, *_TORCH, "<"))), "")
+    return next((_line(f) for f in _frames(frame) if _is_outside(f.f_code.co_filename)), "")
 
 
 def script_place() -> str:
     """Return ``file:line`` of the innermost call in a file of the script; of a library if no other one is left."""
     frame = sys._getframe(1)
-    return next((_line(f) for f in _frames(frame) if not in_a_library(f.f_code.co_filename)), "") or place()
+    return next((_line(f) for f in _frames(frame) if is_own_file(f.f_code.co_filename)), "") or place()
 
 
 def name_of_object(value: Any) -> str:
     """Return the variable, or attribute of one, by which the script has an object at this moment; "" without one."""
     for frame in _frames(sys._getframe(1)):
-        if in_a_library(frame.f_code.co_filename):
+        if not is_own_file(frame.f_code.co_filename):
             continue
         variables = {**frame.f_globals, **frame.f_locals}
         for name, other in variables.items():
@@ -86,31 +79,14 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def _is_outside(file: str) -> bool:
+    """Return whether a file is neither of autopipe nor of torch."""
+    return not file.startswith("<") and library_of(file) not in (AUTOPIPE, TORCH)
+
+
 def from_a_library() -> bool:
-    """Return whether the innermost call outside of autopipe and torch is in an installed package."""
-    return in_a_library(place())
-
-
-def in_a_library(file: str) -> bool:
-    """Return whether a file is of autopipe, torch, Python or an installed package, or not a file."""
-    own = file and not file.startswith((_PACKAGE, *_TORCH, *_LIBRARIES, "<"))
-    return not own or "/site-packages/" in file or "/dist-packages/" in file
-
-
-def in_autopipe(file: str) -> bool:
-    """Return whether a file is of autopipe."""
-    return file.startswith(_PACKAGE)
-
-
-def is_of_a_library(kind: type) -> bool:
-    """Return whether a class is of autopipe, torch, Python or an installed package."""
-    return is_library(sys.modules.get(str(kind.__module__)))
-
-
-def is_library(module: Any) -> bool:
-    """Return the same for a module of Python. A script may register any object as one."""
-    file = getattr(module, "__file__", None)
-    return in_a_library(file if isinstance(file, str) else "")
+    """Return whether the innermost call outside of autopipe and torch is in Python or an installed package."""
+    return not is_own_file(place().rpartition(":")[0])
 
 
 class UnsettledError(Exception):

@@ -22,10 +22,9 @@ from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
 from autopipe.script.places import Places
 from autopipe.script.rank.server import RankServer
+from autopipe.users_code import AUTOPIPE, TORCH, library_of
 
 # Execute the text of a script as python would, and report how it ended.
-
-_OWN = str(Path(__file__).resolve().parents[1])
 
 INTERRUPTED = -1
 """The code of a run that Ctrl-C ended: the process should end by the signal, as python does."""
@@ -83,7 +82,7 @@ def _print(error: BaseException, *, of_script: bool = True) -> None:
     After Ctrl-C, and for an error of autopipe, it ends in the script.
     """
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
+    while frames is not None and library_of(frames.tb_frame.f_code.co_filename) == AUTOPIPE:
         frames = frames.tb_next
     shown = traceback.TracebackException(type(error), error, frames)
     if isinstance(error, KeyboardInterrupt) or not of_script:
@@ -96,10 +95,9 @@ def _print(error: BaseException, *, of_script: bool = True) -> None:
 
 def _end_in_the_script(shown: traceback.TracebackException) -> None:
     """Remove what the script called in autopipe, and the exceptions that autopipe was handling."""
-    first = next((i for i, frame in enumerate(shown.stack) if frame.filename.startswith(_OWN)), None)
+    first = next((i for i, frame in enumerate(shown.stack) if library_of(frame.filename) == AUTOPIPE), None)
     if first is not None:
-        torch = getattr(sys.modules.get("torch"), "__file__", None)
-        while torch and first and shown.stack[first - 1].filename.startswith(f"{Path(torch).parent}{os.sep}"):
+        while first and library_of(shown.stack[first - 1].filename) == TORCH:
             first -= 1  # torch's way to autopipe: a hook or the dispatch of a function
         del shown.stack[first:]
     for name in ("__cause__", "__context__"):

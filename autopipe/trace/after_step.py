@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.draws import exclusive, states_of_generators
 from autopipe.errors import AutopipeError, ModelFileError
-from autopipe.trace.state.snapshots.kinds import is_users_module
 from autopipe.trace.state.snapshots.places import value_at
 from autopipe.trace.state.snapshots.snapshot import Snapshot
+from autopipe.users_code import is_model_module
 from autopipe.workload import Workload
 from autopipe.workload.batches.isolation import PrivateRandom
 
@@ -242,7 +242,7 @@ def _state(workload: Workload) -> Snapshot:
     function: Any = workload.hooks["after_step"].function
     roots = [("after_step", function)]
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
-    if module is not None and is_users_module(module.__name__):
+    if module is not None and is_model_module(module.__name__):
         roots.append((module.__name__, module))
     return Snapshot.of(roots)
 

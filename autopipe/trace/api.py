@@ -18,7 +18,7 @@ from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import (
     Length,
@@ -69,13 +69,13 @@ def capture(
     if training:
         captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=True)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
-    before, trained = ModelSnapshot(model), workload.spec.opaque_modules
-    model.eval()
-    try:
-        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=False)
-    finally:
-        before.restore()
-        workload.run_opaque(trained)
+    trained = workload.spec.opaque_modules
+    with left_as_it_was(model):
+        model.eval()
+        try:
+            return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=False)
+        finally:
+            workload.run_opaque(trained)
 
 
 def _capture(

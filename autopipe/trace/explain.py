@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import linecache
-import os
 import sys
-import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,15 +18,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autopipe.errors import AutopipeError, TraceError
-from autopipe.trace.lines.owner import library_of, own_and_library
+from autopipe.users_code import is_model_code, library_of, path_in_packages
 from autopipe.workload.batches.items import remedy_without_kernel
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OWN = str(Path(__file__).parent.parent) + os.sep
-_SKIPPED = (_TORCH, _OWN, "<frozen", str(Path(sysconfig.get_paths()["stdlib"])) + os.sep + "contextlib.py")
 
 _START = str(Path(__file__).parent / "record" / "follow.py")
 
@@ -55,19 +49,13 @@ _READS = {
 }
 
 
-@functools.cache
-def is_users(filename: str) -> bool:
-    """Return whether a file belongs to the user or a model library, rather than to torch or autopipe."""
-    return not filename.startswith(_SKIPPED)
-
-
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost user frame, from ``frame`` outwards.
 
     The caller of the tracer does not count: a model whose forward is entirely torch's (a plain ``Sequential``) has no
     user frame.
     """
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_model_code(frame.f_code.co_filename):
         if frame.f_code.co_filename == _START:
             return None
         frame = frame.f_back
@@ -126,6 +114,25 @@ def own_and_inner(lines: list[Line]) -> tuple[Line, Line | None]:
     return lines[own], None if inner is None else lines[inner]
 
 
+def own_and_library(filenames: Sequence[str]) -> tuple[int, int | None]:
+    """Return the index of the model's own frame, and of the innermost frame of an installed package that it calls.
+
+    The model's own frame is the innermost one of the user's files. If the complete forward comes from a package (a
+    transformers model), it is the innermost one of the outermost package. The second index is None if the own frame is
+    the innermost one.
+
+    ``filenames``: those of the frames of models (``is_model_code``), innermost first; at least one.
+    """
+    return _positions(tuple(filenames))
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(filenames: tuple[str, ...]) -> tuple[int, int | None]:
+    libraries = [library_of(filename) for filename in filenames]
+    own = libraries.index("" if "" in libraries else libraries[-1])
+    return own, 0 if own else None
+
+
 def place_in(own: Line, inner: Line | None) -> str:
     """Return the model's own line with its text, followed by that of the library, for errors."""
     text = place(*own)
@@ -140,22 +147,13 @@ def short_place_in(own: Line, inner: Line | None) -> str:
 
 def short_path(filename: str) -> str:
     """Return a path relative to the working directory or to ``site-packages``, if it lies below either."""
-    installed = _below_packages(filename)
+    installed = path_in_packages(filename)
     if installed:
         return installed
     try:
         return str(Path(filename).relative_to(Path.cwd()))
     except ValueError:
         return filename
-
-
-@functools.cache
-def _below_packages(filename: str) -> str:
-    for marker in ("site-packages", "dist-packages"):
-        _, _, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
-        if tail:
-            return tail
-    return ""
 
 
 def place(filename: str, line: int) -> str:
@@ -179,7 +177,7 @@ def where_short() -> str:
 def place_of(error: BaseException) -> str:
     """Return the last user line that an exception passed through, followed by that of a library."""
     walked = traceback.walk_tb(error.__traceback__)
-    lines = [(f.f_code.co_filename, line) for f, line in walked if is_users(f.f_code.co_filename)]
+    lines = [(f.f_code.co_filename, line) for f, line in walked if is_model_code(f.f_code.co_filename)]
     return place_in(*own_and_inner(lines[::-1])) if lines else ""
 
 

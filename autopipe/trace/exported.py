@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.trace.explain import is_users
 from autopipe.trace.record.follow import Forward
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.record.patches import quiet_fakes
 from autopipe.trace.record.recorder import Recorder
+from autopipe.users_code import is_model_file
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
@@ -43,9 +43,9 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     leaves = {name: laid_out(leaf, leaf) for name, leaf in workload.leaves(item).items()}
     dimensions = workload.batch_dims(item)
     free = {name: {dimensions[name]: torch.export.Dim.AUTO} if name in dimensions else None for name in leaves}
-    before, whole = ModelSnapshot(model), _Loss(workload, model, item)
+    whole = _Loss(workload, model, item)
     try:
-        with _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
+        with left_as_it_was(model), _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(whole, (leaves,), dynamic_shapes=(free,), strict=False)
             if any(_is_transform(node) for node in program.graph.nodes):
@@ -59,8 +59,6 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     except Exception as error:
         text = str(error).strip().splitlines()
         raise NotExportable(f"{type(error).__name__}: {text[0] if text else ''}") from error
-    finally:
-        before.restore()
     assert isinstance(module, fx.GraphModule)
     _rebind(module, whole)
 
@@ -173,9 +171,7 @@ class _Rerun(fx.Interpreter):
 
 def _line(stack_trace: str | None) -> tuple[str, int] | None:
     """Return the user's innermost line of a traceback that export kept."""
-    places = [
-        (name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name) and name[0] != "<"
-    ]
+    places = [(name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_model_file(name)]
     return places[-1] if places else None
 
 

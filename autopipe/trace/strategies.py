@@ -30,9 +30,8 @@ from autopipe.trace.graph.describe import describe
 from autopipe.trace.graph.naming import rename
 from autopipe.trace.graph.replay import assemble
 from autopipe.trace.opaque.choose import Opaque
-from autopipe.trace.opaque.observe import left_as_it_was
 from autopipe.trace.record.follow import Followed, Forward, follow
-from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Arguments, Capture, evaluation_arguments
 from autopipe.trace.sizes.align import GraphsDiffer, LiveComparison, aligned
 from autopipe.trace.sizes.fit import Fit
@@ -113,18 +112,17 @@ class CaptureStrategies:
         """
         if not training.reads_training or not trains(self.model):
             return {}, ""
-        before = ModelSnapshot(self.model)
-        self.model.eval()
-        try:
-            return aligned(training, self.record(comparison=LiveComparison(training), **options)), ""
-        except GraphsDiffer as difference:
-            return {}, f"eval mode traces differently: {difference}"
-        except TraceError as error:
-            if error.what == OTHER_CALLS:
-                return {}, f"eval mode traces differently: another call{f' at {error.where}' if error.where else ''}"
-            return {}, f"the model cannot be recorded in evaluation mode: {error.what}"
-        finally:
-            before.restore()
+        with left_as_it_was(self.model):
+            self.model.eval()
+            try:
+                return aligned(training, self.record(comparison=LiveComparison(training), **options)), ""
+            except GraphsDiffer as difference:
+                return {}, f"eval mode traces differently: {difference}"
+            except TraceError as error:
+                if error.what == OTHER_CALLS:
+                    place = f" at {error.where}" if error.where else ""
+                    return {}, f"eval mode traces differently: another call{place}"
+                return {}, f"the model cannot be recorded in evaluation mode: {error.what}"
 
     def finish(
         self,

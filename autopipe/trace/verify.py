@@ -7,8 +7,7 @@ loss and wrong gradients.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.explain import failed_on_real_numbers, short_path
 from autopipe.trace.graph.replay import replay
-from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
+from autopipe.trace.record.model_snapshot import buffers_restored, left_as_it_was
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
@@ -64,10 +63,10 @@ def verify(
         loss, *weight = replay(module, workload.leaves(item), where)
         return loss, (weight[0] if weight else None), total
 
-    with _left_as_it_was(model):
+    with left_as_it_was(model):
         wanted = [_run(model, eager, item, where, "the model itself failed") for item, where in runs]
     exact, notes = True, []
-    with _left_as_it_was(model):
+    with left_as_it_was(model):
         for (item, where), left in zip(runs, wanted, strict=True):
             label = f"batch of {workload.num_samples(item)}, seed {where[0]}"
             try:
@@ -124,18 +123,6 @@ def _run(
         parameter.grad = None
     values.update({f"buffer {name}": buffer for name, buffer in after.items()})
     return Outcome(values, drawn)
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    snapshot = ModelSnapshot(model)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _compare(wanted: Outcome, actual: Outcome, label: str, graph: Graph) -> bool:

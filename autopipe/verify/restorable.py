@@ -17,7 +17,6 @@ import contextlib
 import io
 import json
 import math
-import random
 import sys
 import time
 import types
@@ -25,20 +24,19 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from autopipe.bits import same_bits
-from autopipe.draws import exclusive, states_of_generators
+from autopipe.draws import exclusive, generators_outside_torch_restored, states_of_generators
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.nodes import UnstorableError
 from autopipe.runtime.training_state.restore import MisfitError, restore
 from autopipe.runtime.training_state.stage import Training, unstorable
+from autopipe.users_code import is_own_module
 from autopipe.verify.reached_state import Load, unlike
 from autopipe.workload import Workload
-from autopipe.workload.target.sources import is_installed
 
 FIRST_STEPS, FURTHER_STEPS = 3, 4
 # steps before the state is stored, if they take less time: an average or a restart may first act after many steps
@@ -282,7 +280,7 @@ def _modules(training: Training, hooks: Sequence[object]) -> Sequence[types.Modu
         if isinstance(thing, (list, tuple)):
             names += [getattr(item, "__module__", "") for item in thing]
     modules = [sys.modules[name] for name in dict.fromkeys(names) if name in sys.modules]
-    return [module for module in modules if not is_installed(getattr(module, "__file__", None) or "")]
+    return [module for module in modules if is_own_module(module)]
 
 
 @contextlib.contextmanager
@@ -296,12 +294,11 @@ def _quietly() -> Iterator[None]:
 @contextlib.contextmanager
 def _same_modules() -> Iterator[None]:
     """Restore the modules that loading the file again replaces, and the global generators of Python and numpy."""
-    before, state, numpy = dict(sys.modules), random.getstate(), np.random.get_state()
+    before = dict(sys.modules)
     try:
-        yield
+        with generators_outside_torch_restored():
+            yield
     finally:
-        random.setstate(state)
-        np.random.set_state(numpy)
         for name, module in before.items():
             if sys.modules.get(name) is not module:
                 sys.modules[name] = module

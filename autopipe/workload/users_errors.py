@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 from autopipe.errors import AutopipeError, ModelFileError, RunError
-from autopipe.workload.target import sources
+from autopipe.users_code import AUTOPIPE, is_own_file_here, library_of
 
 
 def error_of_users_code(error: BaseException, *own: Path) -> AutopipeError | None:
@@ -18,12 +18,11 @@ def error_of_users_code(error: BaseException, *own: Path) -> AutopipeError | Non
     out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     if out_of_memory or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    folders = (*own, Path(sources.__file__).resolve().parents[2])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if any(path.resolve().is_relative_to(folder) for folder in folders):
+        if library_of(frame.filename) == AUTOPIPE or any(path.resolve().is_relative_to(folder) for folder in own):
             return None  # a library that autopipe called
-        if not sources.is_installed(frame.filename):
+        if is_own_file_here(frame.filename):
             return ModelFileError(
                 f"your code raised {type(error).__name__}: {error}",
                 where=f"{path}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}",

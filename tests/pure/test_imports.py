@@ -31,7 +31,7 @@ NO_TORCH = ("errors", "options", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
 # needed by a forward in any process
-_FORWARD = {*_BASE, "bits", "casts", "draws", "guards", "sequence", "sparse", "strides", "team"}
+_FORWARD = {*_BASE, "bits", "casts", "draws", "guards", "sequence", "sparse", "strides", "team", "users_code"}
 _RUN = {*_FORWARD, "cores", "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "casts": set(),
     "sparse": set(),
     "strides": set(),
+    "users_code": set(),
     "ir": {"errors", "units"},
     "guards": {"errors", "ir"},
     "team": {"ir"},
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     "schedules": _BASE,
     "planning": {*_BASE, "cores", "options", "schedules"},
     "report": {*_BASE, "schedules", "planning"},
-    "workload": {*_BASE, "bits", "draws", "sparse"},
+    "workload": {*_BASE, "bits", "draws", "sparse", "users_code"},
     "trace": {*_FORWARD, "workload"},
     "measure": {*_BASE, "casts", "draws", "sparse", "strides", "team"},
     "generate": {*_FORWARD, "stage"},

@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from autopipe.users_code import is_own_file
 
 _FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _SHOWN = 6
-_OURS = Path(__file__).parents[2]
 _LARGEST_BYTES = 2**20
 
 
@@ -53,9 +53,8 @@ def main_thread(text: str) -> list[tuple[str, int, str]]:
 
 def innermost(text: str) -> str:
     """Return the innermost line of the user's code in the main thread, "" if it has none."""
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     for path, line, name in main_thread(text):
-        if not path.startswith((*installed, str(_OURS), "<")):
+        if is_own_file(path):
             return f"{path}:{line} in {name}"
     return ""
 

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
-from autopipe.workload.target.sources import is_installed
+from autopipe.users_code import is_own_module
 
 # of a value of a group, of a parameter's state, or of the optimizer or scheduler itself
 _PLACE = re.compile(
@@ -30,12 +30,8 @@ def is_unread(path: str, *roots: object) -> bool:
     key, reading = (place[1], ("LOAD_CONST",)) if place[1] else (place[2], ("LOAD_CONST", "LOAD_ATTR", "LOAD_METHOD"))
     classes = [root if isinstance(root, type) else type(root) for root in roots if root is not None]
     defining = [sys.modules.get(base.__module__) for kind in classes for base in kind.__mro__[:-1]]
-    files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
-    own = (module for module, file in files if isinstance(file, str) and not _is_installed(file))
+    own = filter(is_own_module, list(sys.modules.values()))
     return not any(_module_reads(module, key, reading) for module in chain(filter(None, defining), own))
-
-
-_is_installed = functools.lru_cache(maxsize=8192)(is_installed)  # asked for each module of the process
 
 
 @functools.lru_cache(maxsize=4096)

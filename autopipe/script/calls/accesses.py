@@ -16,7 +16,8 @@ from torch import nn
 
 from autopipe.script.codec import names_in
 from autopipe.script.lazy import Lazy
-from autopipe.script.refusals import EffectError, in_autopipe
+from autopipe.script.refusals import EffectError
+from autopipe.users_code import AUTOPIPE, library_of
 
 Reads = frozenset[str] | None
 """Names of the attributes that forwards have read, on any module of the model; None: all that there are."""
@@ -66,7 +67,7 @@ class Accesses:
             key = id(module)
             if key in self.paths and name == "__dict__":
                 file = sys._getframe(1).f_code.co_filename
-                self._whole |= file != _OF_MODULES and not in_autopipe(file)
+                self._whole |= file != _OF_MODULES and library_of(file) != AUTOPIPE
             read = key in self.paths and self.first.setdefault((key, name), True)
             value = object.__getattribute__(module, name)
             if read and isinstance(value, Lazy):

@@ -29,10 +29,11 @@ from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
 from autopipe.script.calls.inside import PLAIN
 from autopipe.script.calls.reached import UNSET, bind, value_in
 from autopipe.script.devices import generators, set_generators
-from autopipe.script.refusals import DoneError, EffectError, in_a_library
+from autopipe.script.refusals import DoneError, EffectError
 from autopipe.trace.record.containers import attributes, refill
 from autopipe.trace.record.known import Known
 from autopipe.trace.record.recorder import Recorder
+from autopipe.users_code import is_own_file
 
 _FLAG = "requires_grad"
 _ONCE = "which would happen only while the call is recorded"
@@ -229,7 +230,7 @@ def _line() -> str:
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(_ALLOWED) or file.startswith("<frozen importlib"):
             return ""
-        if not in_a_library(file):
+        if is_own_file(file):
             return f"{file}:{frame.f_lineno}"
         if module.startswith("autopipe.") and module != __name__:
             return ""
@@ -290,7 +291,7 @@ def _refusing(watch: _Watch, function: Callable[..., Any], *, direct: bool) -> C
     """Return a function that the script must not call. ``direct``: torch may, such as for checkpoints."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if watch.is_here and (not in_a_library(sys._getframe(1).f_code.co_filename) if direct else _line()):
+        if watch.is_here and (is_own_file(sys._getframe(1).f_code.co_filename) if direct else _line()):
             watch.refuse(f"calls {function.__module__}.{function.__name__}")
         return function(*args, **kwargs)
 

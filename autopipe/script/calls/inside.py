@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.script.refusals import in_a_library, is_of_a_library
 from autopipe.trace.record.containers import CONTAINERS, PLAIN_CONTAINERS, attributes
 from autopipe.trace.state.snapshots.kinds import behind
 from autopipe.trace.state.snapshots.places import slots
+from autopipe.users_code import is_own_class, is_own_file
 
 DEPTH = 8
 """Levels of containers and objects in each other that are looked into."""
@@ -69,7 +69,7 @@ def attributes_of(value: Any, code: Reader) -> list[tuple[str, Any]] | None:
     if isinstance(value, (collections.UserDict, collections.UserList)):  # their own methods read it
         return [("data", value.data)]
     every = [*(attributes(value) or {}).items(), *slots(value).items()]
-    if callable(value) and is_of_a_library(type(value)):
+    if callable(value) and not is_own_class(type(value)):
         every = [entry for entry in every if isinstance(entry[1], (*PLAIN, *CONTAINERS))]
     return None if len(every) >= MOST else [entry for entry in every if code.reads(entry[0])]
 
@@ -88,7 +88,7 @@ def entries_of(value: Any, code: Reader) -> list[tuple[Any, Any]] | None:
         return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, types.FunctionType):
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
-        return None if in_a_library(value.__code__.co_filename) else list(enumerate(given))
+        return list(enumerate(given)) if is_own_file(value.__code__.co_filename) else None
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)) and not is_code(value):
         return list(enumerate(behind(value)))
     if isinstance(value, contextvars.ContextVar):

@@ -20,9 +20,9 @@ from typing import Any
 from torch import nn
 
 from autopipe.script.calls.inside import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
-from autopipe.script.refusals import in_a_library, is_library, is_of_a_library
 from autopipe.trace.state.observing.bytecode import imported
 from autopipe.trace.state.snapshots.places import ByIdentity
+from autopipe.users_code import is_own_class, is_own_file, is_own_module
 
 _ROOTS = ("forward", "__call__", "__getattr__")
 _WHOLE = frozenset(("vars", "__dict__", "asdict", "astuple"))  # read all attributes of an object
@@ -142,7 +142,7 @@ class Reached:
 
     def _members(self, kind: type) -> None:
         """Follow what the code may read of a class: by name, or by an operator."""
-        own = not is_of_a_library(kind)
+        own = is_own_class(kind)
         for name, value in list(vars(kind).items()):
             method = own and name.startswith("__") and isinstance(value, types.FunctionType)
             if (
@@ -190,7 +190,7 @@ class Reached:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._follow(part)
         elif isinstance(value, type):
-            if not is_of_a_library(value):
+            if is_own_class(value):
                 self._class(value)
                 if not issubclass(value, nn.Module):
                     self._made.update(map(id, value.__mro__))
@@ -210,12 +210,12 @@ class Reached:
 
     def _code(self, function: types.FunctionType) -> None:
         place = function.__globals__
-        if not in_a_library(function.__code__.co_filename):
+        if is_own_file(function.__code__.co_filename):
             self._namespaces[id(place)] = place
         for code in _codes(function.__code__):
             names = {*code.co_names, *_texts(code.co_consts)}
             self.names |= names
-            own = not in_a_library(code.co_filename)
+            own = is_own_file(code.co_filename)
             self._whole |= bool(_WHOLE & names) or (own and "getattr" in names)
             read = _globals_in(code) | (names if "globals" in names else set())
             for name in read & place.keys():
@@ -239,23 +239,24 @@ class Reached:
         """Add what a module has by these names. ``own``: the script's code names it, which may also replace it."""
         if module is None:
             return
-        library = is_library(module)
-        for name in names & vars(module).keys() if own or not library else ():
+        is_own = is_own_module(module)
+        for name in names & vars(module).keys() if own or is_own else ():
             if (id(vars(module)), name) not in self._places:
                 self._place(vars(module), name)
                 value = vars(module)[name]
-                if not library or isinstance(value, types.ModuleType):
+                if is_own or isinstance(value, types.ModuleType):
                     self._target(value, names, own=own)
 
     def _follow_own(self, value: Any) -> None:
         """Follow a function, class or object with methods, if it is not one of an installed package."""
-        if is_of_a_library(type(value)) and (code := _code_of(value)) is not None and in_a_library(code.co_filename):
+        code = None if is_own_class(type(value)) else _code_of(value)
+        if code is not None and not is_own_file(code.co_filename):
             self._wrapped(value)
             return
         self._follow(value)
         if isinstance(value, types.MethodType):
             value = value.__self__
-        if not is_code(value) and not isinstance(value, functools.partial) and not is_of_a_library(type(value)):
+        if not is_code(value) and not isinstance(value, functools.partial) and is_own_class(type(value)):
             self._class(type(value))  # its methods
 
     def _wrapped(self, value: Any) -> None:

@@ -27,9 +27,10 @@ from autopipe.script.check.second import InputsAfterPoint, Output, Second, diges
 from autopipe.script.choosing import REMEDY, Choice
 from autopipe.script.controller import Controller
 from autopipe.script.notes import Notes
-from autopipe.script.refusals import in_a_library, refused
+from autopipe.script.refusals import refused
 from autopipe.script.wire import GoneError
 from autopipe.script.wrappers import is_compiled
+from autopipe.users_code import is_own_file
 
 _IDLE_SECONDS = 10.0  # without computing: it waits for what only the first process has
 # the second process may take so many times as long as the first one, but so many seconds in any case
@@ -122,7 +123,7 @@ class Reference:
     def _cause(self) -> str:
         """Return what the kernel has not allowed; "" if nothing."""
         places = re.findall(r'File "(.+)", line (\d+) in', os.pread(self._trace, 1 << 16, 0).decode(errors="replace"))
-        own = [place for place in places if not in_a_library(place[0])]
+        own = [place for place in places if is_own_file(place[0])]
         return "the script writes, deletes or starts something at {}:{}".format(*(own or places)[0]) if places else ""
 
     def look_ahead(self) -> None:

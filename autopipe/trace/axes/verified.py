@@ -16,6 +16,7 @@ from autopipe.ir.teams.axis_sets import choose
 from autopipe.trace.axes.combined import joined
 from autopipe.trace.axes.members import Members, TeamOutcome
 from autopipe.trace.graph.replay import replay
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 
 logger = logging.getLogger(__name__)
@@ -107,20 +108,14 @@ class Whole:
         """Return the outputs, and the gradients by parameter. The model's state does not change."""
         module, leaves = self._capture.module, {name: leaf.clone() for name, leaf in self._leaves.items()}
         parameters = dict(module.named_parameters())
-        before = {name: parameter.grad for name, parameter in parameters.items()}
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        for parameter in parameters.values():
-            parameter.grad = None
-        outputs = replay(module, leaves, self._where)
-        if outputs[0].requires_grad:
-            outputs[0].backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
         aliases = self._capture.graph.aliases
-        gradients = {aliases.get(name, name): parameter.grad for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        with left_as_it_was(module):
+            for parameter in parameters.values():
+                parameter.grad = None
+            outputs = replay(module, leaves, self._where)
+            if outputs[0].requires_grad:
+                outputs[0].backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+            gradients = {aliases.get(name, name): parameter.grad for name, parameter in parameters.items()}
         return outputs, gradients
 
     @functools.cached_property

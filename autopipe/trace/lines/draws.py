@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from autopipe.trace.explain import Line, is_undecided, is_users, lines_of, own_and_inner, place_in, users_frame
-from autopipe.trace.lines.owner import STANDARD, library_of
+from autopipe.trace.explain import Line, is_undecided, lines_of, own_and_inner, place_in, users_frame
 from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.record.recorder import Recorder
+from autopipe.users_code import is_model_file
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the functions of the module
 _DRAWS = ("random", "getrandbits")  # all its functions draw with these
@@ -60,7 +60,7 @@ class DrawingLine:
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
         if name not in self._traced:
-            self._traced[name] = is_users(name) and not name.startswith("<") and library_of(name) != STANDARD
+            self._traced[name] = is_model_file(name)
         if not self._traced[name] or self.where:
             return None
         self._look()

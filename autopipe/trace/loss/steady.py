@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopipe import sparse
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.ir.graph import Graph
-from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.workload import Item, Workload
 
 _COARSE = (torch.bfloat16, torch.float16)
@@ -82,10 +82,8 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
 
     ``as_it_is``: keep weights and batch statistics unchanged; the model is still restored.
     """
-    snapshot = ModelSnapshot(model)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     data = [(parameter, parameter.data) for parameter in model.parameters()]
-    with buffers_restored(model):
+    with left_as_it_was(model):
         try:
             if not as_it_is:
                 _move(model)
@@ -94,9 +92,6 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
         finally:
             for parameter, before in data:
                 parameter.data = before
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            snapshot.restore()
 
 
 def _move(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.draws import Draws, flat_checkpoints
 from autopipe.trace.record.faked_model import first_names
-from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.record.values import version_of
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
@@ -87,17 +87,6 @@ def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) 
             workload.loss(model, batch)
         observed.calls.append(calls)
     return observed
-
-
-@contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore attributes, random states and buffers of a model after the block."""
-    snapshot = ModelSnapshot(model)
-    with buffers_restored(model):
-        try:
-            yield
-        finally:
-            snapshot.restore()
 
 
 @contextlib.contextmanager

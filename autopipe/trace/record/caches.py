@@ -16,11 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.trace.record.containers import PLAIN_CONTAINERS, attributes, copied, refill
+from autopipe.users_code import is_model_module
 
 _NO_HELPERS = PLAIN_CONTAINERS | {bool, int, float, str, tuple, type(None)}  # the types of most attributes
 
 _DEFINED = (FunctionType, type, functools._lru_cache_wrapper)
-_NOT_USERS = frozenset(("torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names))
 
 
 class Caches:
@@ -84,7 +84,7 @@ def _imported(namespaces: list[Any]) -> list[ModuleType]:
             elif isinstance(value, _DEFINED) and isinstance(sys.modules.get(value.__module__), ModuleType):
                 modules[value.__module__] = sys.modules[value.__module__]
     known = {namespace.__name__ for namespace in namespaces}
-    return [modules[name] for name in modules.keys() - known if name.partition(".")[0] not in _NOT_USERS]
+    return [modules[name] for name in modules.keys() - known if is_model_module(name)]
 
 
 def _holds_fake(value: Any, depth: int = 3) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from autopipe.draws import random_states, set_random_states
 from autopipe.trace.record.containers import CONTAINERS, copied, refill
 
 PYTHONS, NUMPYS = "Python's random", "numpy.random"  # generators that are not torch's
@@ -19,17 +20,50 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore a model after the block: attributes, gradients and buffers, and the random generators of the CPU.
+
+    Weights are not copied: a caller that changes one restores it.
+    """
+    snapshot = ModelSnapshot(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with buffers_restored(model):
+        try:
+            yield
+        finally:
+            snapshot.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model after the block: the tensors, if it bound others, and their values."""
-    registries = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Restore only the buffers after the block."""
+    buffers = BufferSnapshot(model.modules())
     try:
         yield
     finally:
-        for registry, tensors in registries:
+        buffers.restore()
+
+
+class BufferSnapshot:
+    """The buffers of modules: the tensors that are registered, and their values."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._registries = [(module._buffers, dict(module._buffers)) for module in modules]
+        tensors = {id(buffer): buffer for _, registry in self._registries for buffer in registry.values()}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values() if buffer is not None]
+
+    def is_empty(self) -> bool:
+        """Return whether the modules have no buffers."""
+        return not self._values
+
+    def restore(self) -> None:
+        """Register the tensors again, if others were registered, and copy their values back."""
+        for registry, tensors in self._registries:
             refill(registry, tensors)
         with torch.no_grad():
-            for buffer, value in values:
+            for buffer, value in self._values:
                 buffer.copy_(value)
 
 
@@ -48,7 +82,7 @@ class ModelSnapshot:
                     self._containers.append((value, copied(value)))
                 elif isinstance(value, np.ndarray) and value.flags.writeable:
                     self._arrays.append((value, value.copy()))
-        self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._random = random_states()
 
     def random_drawn(self) -> str:
         """Return the name of the generator that was drawn from since the snapshot, Python's or numpy's, else ""."""
@@ -88,9 +122,7 @@ class ModelSnapshot:
         for array, content in self._arrays:
             if array.shape == content.shape:
                 array[...] = content
-        torch.set_rng_state(self._random[0])
-        np.random.set_state(self._random[1])
-        random.setstate(self._random[2])
+        set_random_states(self._random)
 
     @staticmethod
     def _refill(containers: list[tuple[Any, Any]], attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

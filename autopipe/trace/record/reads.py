@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe import draws
 from autopipe.trace.graph.replay import context_of
 from autopipe.trace.record.faked_model import FakedModel
+from autopipe.trace.record.model_snapshot import BufferSnapshot
 from autopipe.workload.batches.layouts import laid_out
 
 WHERE = (0, 0)  # minibatch and microbatch of the captured batch
@@ -29,11 +30,10 @@ class Reads:
         self.faked_model, self.seed = faked_model, seed
         self._leaves = {name: laid_out(leaf, leaf) for name, leaf in leaves.items()}
         self._state: dict[str, Tensor] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] = []
         with faked_model.unfaked():
             for _, tensors in (("", faked_model.model.named_parameters()), ("", faked_model.model.named_buffers())):
                 self._state.update(tensors)
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in faked_model.model.buffers()]
+            self._buffers = BufferSnapshot(faked_model.model.modules())
         self._values: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
@@ -84,6 +84,4 @@ class Reads:
 
     def restore(self) -> None:
         """Restore the buffers that the run changed."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        self._buffers.restore()

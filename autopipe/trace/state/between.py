@@ -5,11 +5,12 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
-from autopipe.trace.state.observing.observe import Ran, is_package
+from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.observing.reach import between_forwards
 from autopipe.trace.state.reading.source import WHOLE, Key, owner_key, readers
 from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, refuse
 from autopipe.trace.state.snapshots.snapshot import Snapshot
+from autopipe.users_code import is_package
 
 if TYPE_CHECKING:
     from autopipe.trace.state.check import Look

@@ -18,13 +18,13 @@ from autopipe import draws
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
-from autopipe.trace.record.model_snapshot import ModelSnapshot, buffers_restored
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.state.between import refuse_data, refuse_hooks
 from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.drawing import refuse_later_items
 from autopipe.trace.state.observing.bytecode import constants
 from autopipe.trace.state.observing.files import watched_files
-from autopipe.trace.state.observing.observe import Ran, is_package, observed, refuse_seed
+from autopipe.trace.state.observing.observe import Ran, observed, refuse_seed
 from autopipe.trace.state.observing.reach import module_name, modules, named, reached
 from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
 from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
@@ -35,6 +35,7 @@ from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.trying.later import changed_entries, keeps_a_part
 from autopipe.trace.state.trying.probe import Probe
 from autopipe.trace.state.trying.writer import writing_line
+from autopipe.users_code import is_package
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
@@ -111,16 +112,14 @@ class Look:
     @contextlib.contextmanager
     def restored(self, *, compared: bool = False) -> Iterator[Snapshot]:
         """Restore model, loss and the user's modules after the block. Yields the snapshot before it."""
-        model_before = ModelSnapshot(self.model)
-        before = Snapshot.of(self._roots(), compared=compared)
-        self.has_generator |= before.has_generator()
-        with buffers_restored(self.model):
+        with left_as_it_was(self.model):
+            before = Snapshot.of(self._roots(), compared=compared)
+            self.has_generator |= before.has_generator()
             try:
                 yield before
             finally:
                 self._met.restore()
                 before.restore()
-                model_before.restore()
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
         yield "model", self.model

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autopipe.errors import TraceError
-from autopipe.trace.state.observing.observe import is_own_file
 from autopipe.trace.state.reading.feeds import Feeds, innermost
 from autopipe.trace.state.reading.source import Reader
 from autopipe.trace.state.reading.syntax import chains, links
 from autopipe.trace.state.refusal import FORWARD
 from autopipe.trace.state.snapshots.snapshot import Snapshot
+from autopipe.users_code import is_own_file
 
 if TYPE_CHECKING:
     from autopipe.trace.state.check import Look

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.state.check import Look
-from autopipe.trace.state.observing.observe import is_users_file
+from autopipe.users_code import is_model_file
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.items import paths
 
@@ -71,7 +71,7 @@ def _is_users_call(node: fx.Node) -> bool:
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return True
     code = getattr(node.target, "__code__", None)
-    return code is not None and is_users_file(code.co_filename)
+    return code is not None and is_model_file(code.co_filename)
 
 
 def _runs(look: Look, item: Item, seen: list[str]) -> bool:
@@ -79,7 +79,7 @@ def _runs(look: Look, item: Item, seen: list[str]) -> bool:
 
     def profile(frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "return" or "type" not in code.co_names or not is_users_file(code.co_filename):
+        if event != "return" or "type" not in code.co_names or not is_model_file(code.co_filename):
             return
         if code.co_name.startswith("<") or _holds(frame.f_locals, _DEEPEST):
             seen.append("type")  # type(value), which an object cannot intercept

@@ -15,17 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.draws import exclusive
-
-
-def _take() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _put(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
+from autopipe.draws import exclusive, generators_outside_torch_restored, random_states, set_random_states
 
 
 def _seed(seed: int) -> None:
@@ -39,34 +29,29 @@ class PrivateRandom:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._state: tuple[Any, ...] | None = None
+        self._state: tuple[torch.Tensor, Any, Any] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Install the private state for the block, and restore the program's own after it."""
         with exclusive():
-            outside = _take()
+            outside = random_states()
             try:
                 if self._state is None:
                     _seed(self._seed)
                 else:
-                    _put(self._state)
+                    set_random_states(self._state)
                 yield
             finally:
-                self._state = _take()
-                _put(outside)
+                self._state = random_states()
+                set_random_states(outside)
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed every generator for a build. torch's keeps the state after the build; the others are restored."""
-    with exclusive():
-        numpy_state, random_state = np.random.get_state(), random.getstate()
+    with exclusive(), generators_outside_torch_restored():
         np.random.seed(seed % 2**32)
         random.seed(seed)
         torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(random_state)
+        yield

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from autopipe.errors import ModelFileError
-from autopipe.workload.target.sources import is_installed
+from autopipe.users_code import is_own_file_here
 
 ALLOWED_STEPS = 5  # of all optimizers, while a file is imported
 MAIN = '`if __name__ == "__main__":`'
@@ -77,10 +77,10 @@ def _refusal(frame: FrameType | None) -> ModelFileError | None:
     where = ""
     while frame is not None and Path(frame.f_code.co_filename).parent != _HERE:
         path, line, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        if not is_installed(path):
+        if is_own_file_here(path):
             where = where or f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
         if name == "<module>" and Path(path).is_file():
-            if is_installed(path):
+            if not is_own_file_here(path):
                 return None
             return ModelFileError(
                 f"{Path(path).name} trains when it is imported (line {line})",

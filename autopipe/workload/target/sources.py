@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import linecache
 import os
-import sysconfig
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -49,13 +48,3 @@ def folder_of(spec: ModuleSpec) -> Path | None:
         if list(path.parts[-len(parts) :]) == parts:
             return Path(os.path.realpath(path.parents[len(parts) - 1]))
     return None
-
-
-def is_installed(filename: str) -> bool:
-    """Return whether a file belongs to autopipe, an installed package or the standard library, or does not exist."""
-    paths = sysconfig.get_paths()
-    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    path = Path(filename)
-    if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[2]))

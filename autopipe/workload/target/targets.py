@@ -31,9 +31,10 @@ from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.users_code import is_own_file_here
 from autopipe.workload.target.guard import MAIN, refusing_training, run_command
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
-from autopipe.workload.target.sources import SourceLoader, folder_of, is_installed
+from autopipe.workload.target.sources import SourceLoader, folder_of
 
 Watch = Callable[[Path, str], None]
 """Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
@@ -289,7 +290,7 @@ def _report_package(name: str) -> None:
     with contextlib.suppress(ImportError, ValueError):  # reported by the import itself
         spec = importlib.util.find_spec(name)
         folder = None if spec is None else folder_of(spec)
-        if spec is not None and folder is not None and not (spec.has_location and is_installed(str(spec.origin))):
+        if spec is not None and folder is not None and (not spec.has_location or is_own_file_here(str(spec.origin))):
             _report(folder, "" if folder == Path.cwd().resolve() else name)
 
 
@@ -345,7 +346,7 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     if isinstance(error, SystemExit):
         what, remedy = f"{doing} ended the program (sys.exit)", f"put that part under {MAIN}"
         frames = traceback.extract_tb(error.__traceback__)
-        scripts = [frame.filename for frame in frames if frame.name == "<module>" and not is_installed(frame.filename)]
+        scripts = [frame.filename for frame in frames if frame.name == "<module>" and is_own_file_here(frame.filename)]
         if scripts:
             remedy = f"{run_command(scripts[-1])} runs the script as it is; or {remedy}"
     elif isinstance(error, ImportError) and "attempted relative import" in str(error):
@@ -366,7 +367,7 @@ def user_line(error: BaseException, path: str) -> str:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if path and frame.filename == path]
-    others = [frame for frame in frames if not is_installed(frame.filename)]
+    others = [frame for frame in frames if is_own_file_here(frame.filename)]
     if not own and not others:
         return path
     frame = (own or others)[-1]

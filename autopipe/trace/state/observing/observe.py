@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
-import sysconfig
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from autopipe.errors import TraceError
-from autopipe.trace.explain import here, is_users
+from autopipe.trace.explain import here
 from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.state.observing import bytecode
+from autopipe.users_code import is_model_file
 
 _MOST_FRAMES = 32  # calls of one function whose arguments are kept
-_LIBRARY = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib"))
-_PACKAGES = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("purelib", "platlib"))
 
 _SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"))
 _RANDOM = (f"torch{os.sep}random.py", f"torch{os.sep}cuda{os.sep}random.py")
 _WRAPPING = (*_RANDOM, f"torch{os.sep}_compile.py", f"torch{os.sep}_dynamo{os.sep}eval_frame.py")
-
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Folders of installed packages in any place: of the system, of the user's account or on ``PYTHONPATH``."""
 
 
 @dataclass
@@ -106,9 +100,9 @@ def observed(
         if ran is None:
             name = code.co_filename
             if name not in files:
-                files[name] = is_users_file(name)
+                files[name] = is_model_file(name)
             if not files[name]:
-                if code.co_name in _SEEDING and name.endswith(_RANDOM) and is_users_file(_caller(frame)):
+                if code.co_name in _SEEDING and name.endswith(_RANDOM) and is_model_file(_caller(frame)):
                     seeding()
                 return
             ran = into[code] = Ran(code, frame.f_globals, is_inner=bool(code.co_freevars) and _is_inner(frame))
@@ -148,20 +142,3 @@ def _is_inner(frame: types.FrameType) -> bool:
             return True
         outer = outer.f_back
     return False
-
-
-def is_users_file(filename: str) -> bool:
-    """Return whether a file belongs to the user or a model library: not to torch, autopipe or the standard library."""
-    if filename.startswith("<") or not is_users(filename):
-        return False
-    return is_package(filename) or not filename.startswith(_LIBRARY)
-
-
-def is_package(filename: str) -> bool:
-    """Return whether a file belongs to an installed package."""
-    return filename.startswith(_PACKAGES) or any(folder in filename for folder in _INSTALLED)
-
-
-def is_own_file(filename: str | None) -> bool:
-    """Return whether the user wrote a file, rather than a library."""
-    return filename is not None and is_users_file(filename) and not is_package(filename)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from autopipe.trace.state.observing import bytecode
-from autopipe.trace.state.observing.observe import Ran, is_own_file, is_package
-from autopipe.trace.state.snapshots.kinds import is_users_module
+from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.snapshots.places import OF_FUNCTIONS
 from autopipe.trace.state.snapshots.snapshot import Names
+from autopipe.users_code import is_model_module, is_own_file, is_own_module, is_package
 
 _BACKWARD = "a hook of the backward pass"
 _NAMESPACES = (types.ModuleType, type)
@@ -45,7 +45,7 @@ def named(ran: Ran) -> Iterator[tuple[str, Any]]:
         yield f"{name} of {ran.code.co_name}", content
     yield from ((function.__name__, function) for function in _rebinding(ran))
     classes = dict.fromkeys(base for kind in ran.classes for base in (*kind.__mro__, *type.mro(type(kind))))
-    yield from ((kind.__name__, kind) for kind in classes if is_users_module(kind.__module__))
+    yield from ((kind.__name__, kind) for kind in classes if is_model_module(kind.__module__))
 
 
 def between_forwards(
@@ -90,15 +90,15 @@ def modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
     pending, seen = sorted(names), set(names)
     while pending:
         module = sys.modules.get(pending.pop(0))
-        if module is None or not is_users_module(module.__name__):
+        if module is None or not is_model_module(module.__name__):
             continue
         yield module.__name__, module
-        if not is_own_file(getattr(module, "__file__", None)):
+        if not is_own_module(module):
             continue
         for value in vars(module).values():  # a user module may contain only state
             if isinstance(value, types.ModuleType) and value.__name__ not in seen:
                 seen.add(value.__name__)
-                if is_own_file(getattr(value, "__file__", None)):
+                if is_own_module(value):
                     pending.append(value.__name__)
 
 
@@ -115,7 +115,7 @@ def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str
         pending += [sys.modules.get(text) for text in ran.code.co_consts if isinstance(text, str)]
     while pending:
         module = pending.pop()
-        if module is None or id(module) in seen or not is_users_module(module.__name__):
+        if module is None or id(module) in seen or not is_model_module(module.__name__):
             continue
         seen.add(id(module))
         yield module, names
@@ -148,7 +148,7 @@ def _of_libraries(ran: Ran) -> Iterator[types.ModuleType | type]:
     while pending:
         owner = pending.pop()
         name = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
-        if owner is None or id(owner) in seen or is_users_module(name):
+        if owner is None or id(owner) in seen or is_model_module(name):
             continue
         seen.add(id(owner))
         yield owner

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.trace.state.observing.observe import Ran, is_own_file, is_package
+from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.reading.feeds import MUTATORS, Feeds, innermost
 from autopipe.trace.state.reading.syntax import (
     MOST_OBJECTS,
@@ -35,6 +35,7 @@ from autopipe.trace.state.reading.syntax import (
     walk,
 )
 from autopipe.trace.state.snapshots.snapshot import ANY, WHOLE, Snapshot
+from autopipe.users_code import is_own_file, is_package
 
 _MODEL_CHANGES = {
     *("requires_grad_", "train", "eval", "half", "float", "double", "bfloat16", "load_state_dict", "add_module"),

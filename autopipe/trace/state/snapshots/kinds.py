@@ -10,7 +10,6 @@ import gc
 import itertools
 import queue
 import random
-import sys
 import threading
 import types
 import weakref
@@ -24,6 +23,7 @@ import torch
 from autopipe.trace.record.containers import CONTAINERS, attributes, length
 from autopipe.trace.state.snapshots.fingerprints import PLAIN
 from autopipe.trace.state.snapshots.places import slots
+from autopipe.users_code import is_model_module
 
 MOST_ENTRIES = 256  # entries of one container that are compared, with its length
 _IMMUTABLE = PLAIN | {torch.dtype, torch.device}  # types of default arguments that a function cannot change
@@ -119,20 +119,13 @@ def is_users_object(value: Any) -> bool:
     kind = type(value)
     if attributes(value) is None and not any("__slots__" in vars(base) for base in kind.__mro__):
         return False
-    return is_users_module(kind.__module__) or isinstance(value, _HOLDERS)
+    return is_model_module(kind.__module__) or isinstance(value, _HOLDERS)
 
 
 def has_attributes(value: Any) -> bool:
     """Return whether an object of a library has attributes that are compared: not the handle of a thread or process."""
     kind = type(value)
     return bool(attributes(value)) and not kind.__module__.startswith(_HANDLES)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users_module(name: str) -> bool:
-    """Return whether a module does not belong to torch, numpy, autopipe or the standard library."""
-    top = name.partition(".")[0]
-    return top not in {"torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names} or name == "__main__"
 
 
 __all__ = [
@@ -142,7 +135,6 @@ __all__ = [
     "functions_behind",
     "has_attributes",
     "is_known",
-    "is_users_module",
     "is_users_object",
     "may_be_state",
     "memoized",

@@ -39,7 +39,6 @@ from autopipe.trace.state.snapshots.kinds import (
     behind,
     has_attributes,
     is_known,
-    is_users_module,
     is_users_object,
     may_be_state,
     memoized,
@@ -47,6 +46,7 @@ from autopipe.trace.state.snapshots.kinds import (
 from autopipe.trace.state.snapshots.places import OF_FUNCTIONS, ByIdentity, slots
 from autopipe.trace.state.snapshots.restoring import Kept
 from autopipe.trace.state.snapshots.settings import SETTINGS
+from autopipe.users_code import is_model_module
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
@@ -361,7 +361,7 @@ class Snapshot:
             entry = vars(module)[name]
             if (id(module), name) in self.values or name.startswith("__") or not may_be_state(entry):
                 continue
-            if not isinstance(entry, type) or is_users_module(entry.__module__):
+            if not isinstance(entry, type) or is_model_module(entry.__module__):
                 yield self._bind(module, name, entry, name)
 
     def _bind(self, owner: type | types.ModuleType, name: str, entry: Any, path: str) -> tuple[str, Any]:

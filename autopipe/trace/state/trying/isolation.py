@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from autopipe.trace.state.observing.observe import is_users_file
+from autopipe.users_code import is_model_file
 from autopipe.workload.model.size_limits import available_bytes
 
 _EVERY = 0.02  # seconds between two attempts to interrupt a run
@@ -196,14 +196,14 @@ def _time_limit(seconds: float) -> Iterator[None]:
     attempts, tracing = itertools.count(1), sys.gettrace()
 
     def interrupt(_: int, frame: types.FrameType | None) -> None:
-        if frame is None or not is_users_file(frame.f_code.co_filename):
+        if frame is None or not is_model_file(frame.f_code.co_filename):
             return
         if next(attempts) % 2:
             raise OutOfTime
         sys.settrace(_interrupt_line)  # an exception from it ends the tracing
         outer: types.FrameType | None = frame
         while outer is not None:
-            if is_users_file(outer.f_code.co_filename):
+            if is_model_file(outer.f_code.co_filename):
                 outer.f_trace = _interrupt_line
                 traced.append(outer)
             outer = outer.f_back
@@ -228,7 +228,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 def _interrupt_line(frame: types.FrameType, event: str, _: Any) -> Any:
     """Raise OutOfTime at a line that no ``try`` of the function surrounds: a trace function."""
     code, place = frame.f_code, frame.f_lasti
-    if event != "line" or not is_users_file(code.co_filename):
+    if event != "line" or not is_model_file(code.co_filename):
         return _interrupt_line
     handlers: Any = dis.Bytecode(code)
     if any(handler.start <= place < handler.end for handler in handlers.exception_entries):

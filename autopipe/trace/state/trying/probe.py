@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.trace.record.containers import refill
+from autopipe.draws import random_states, set_random_states
+from autopipe.trace.record.model_snapshot import BufferSnapshot
 from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.trying.isolation import OutOfTime, isolated
 from autopipe.trace.state.trying.later import Changing, Iterating, changing, holding
@@ -88,7 +88,7 @@ class Probe:
         if failed:
             return None  # the model fails at its next step, in training too
         if not self.is_repeatable or (
-            self.before is not None and not self._fixed.has_buffers() and self._result(self.before) != self._wanted
+            self.before is not None and self._fixed.buffers.is_empty() and self._result(self.before) != self._wanted
         ):
             return first
         self._deadline = self._deadline or time.monotonic() + self._seconds * _MOST_RUNS + _MOST_SECONDS
@@ -259,26 +259,13 @@ class _Fixed:
     """Buffers, and the random generators of Python, numpy and torch: state that a snapshot does not restore."""
 
     def __init__(self, last: Snapshot) -> None:
-        modules = [owner for owner in last.owners.values() if isinstance(owner, nn.Module)]
-        self._registries = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
-        buffers = {id(buffer): buffer for _, registry in self._registries for buffer in registry.values()}
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers.values() if buffer is not None]
-        self._draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-    def has_buffers(self) -> bool:
-        """Return whether there are buffers that a run may change."""
-        return bool(self._buffers)
+        self.buffers = BufferSnapshot(owner for owner in last.owners.values() if isinstance(owner, nn.Module))
+        self._draws = random_states()
 
     def restore(self) -> None:
         """Restore everything."""
-        for registry, before in self._registries:
-            refill(registry, before)
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
-        random.setstate(self._draws[0])
-        np.random.set_state(self._draws[1])
-        torch.set_rng_state(self._draws[2])
+        self.buffers.restore()
+        set_random_states(self._draws)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from autopipe.trace.record.containers import length
-from autopipe.trace.state.observing.observe import is_own_file, is_users_file
 from autopipe.trace.state.snapshots.arrays import is_array, numbers
 from autopipe.trace.state.snapshots.fingerprints import drawn, fingerprint, same_value
 from autopipe.trace.state.snapshots.places import value_at
 from autopipe.trace.state.snapshots.settings import Settings
 from autopipe.trace.state.snapshots.snapshot import DRAWN, WHOLE
+from autopipe.users_code import is_model_file, is_own_file
 
 
 def writing_line(run: Callable[[], object], owner: Any, key: Any) -> str:
@@ -35,7 +35,7 @@ class _Tracer:
     def __init__(self, owner: Any, key: Any) -> None:
         self.owner, self.key = owner, key
         # numpy's own functions set its settings
-        self._is_traced = is_own_file if isinstance(owner, Settings) else is_users_file
+        self._is_traced = is_own_file if isinstance(owner, Settings) else is_model_file
         self.before = self._state()
         self.line: tuple[str, int] | None = None  # the line that runs
         self.writer: tuple[str, int] | None = None
