@@ -11,7 +11,7 @@ Source of ``entered`` and ``summed``: Megatron-LM (arXiv:1909.08053), section 3,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -306,15 +306,33 @@ def attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``scaled_dot_product_attention`` with dropout for a member's heads.
-
-    The fused kernel draws its own mask, so this computes the formula of its documentation. Its memory is that of the
-    scores.
-    """
+    """Return ``scaled_dot_product_attention`` with dropout for a member's heads."""
     if not dropout_p:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+    def mask_for(weights: Tensor, rate: float) -> Tensor:
+        return _mask(stage, weights, rate, along)
+
+    return attention_with_mask(mask_for, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def attention_with_mask(
+    mask_for: Callable[[Tensor, float], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return ``scaled_dot_product_attention`` with a given dropout mask: the fused kernel draws its own.
+
+    This computes the formula of its documentation. Its memory is that of the scores.
+    """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -326,7 +344,7 @@ def attended(
         is_allowed = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if is_allowed else scores + attn_mask
     weights = scores.softmax(-1)
-    return (weights * _mask(stage, weights, dropout_p, along)) @ value
+    return (weights * mask_for(weights, dropout_p)) @ value
 
 
 def multihead(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.planning.cost.atoms import Atoms, Units
-from autopipe.planning.cost.pair_sum import Array, PairSum, StoredValue, Whole
+from autopipe.planning.cost.pair_sum import Array, PairSum, PeakWorkspace, StoredValue, Whole
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,13 @@ class BlockSums:
         return list(zip(self.crossing.along(edges).tolist(), self._peaks.along(edges).tolist(), strict=True))
 
 
-class _UnitPeaks:
+class _UnitPeaks(PeakWorkspace):
     """U of ``block_sums``, for all pairs of cuts or the stages of one plan."""
 
     def __init__(self, num_atoms: int, unit_of: Sequence[int]) -> None:
+        super().__init__(num_atoms)
         # by atom, its first atom from which on activations exist together
         self._first = np.array([unit if unit >= 0 else atom for atom, unit in enumerate(unit_of)], dtype=np.int64)
-        self._saved = np.zeros(num_atoms + 1, dtype=np.int64)  # by atom a, at a + 1
-        self._highest = np.full(num_atoms, -(2**62), dtype=np.int64)  # of each atom, the highest w_x + saved up to x
-        self._before = 0
-
-    def node(self, atom: int, saved: int, workspace: int) -> None:
-        """Add the next node, in the order of the graph."""
-        self._before += saved
-        self._highest[atom] = max(int(self._highest[atom]), workspace + self._before)
-        self._saved[atom + 1] += saved
 
     def table(self) -> Array:
         """Return the terms of all pairs, shape (n + 1, n + 1)."""

@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
+from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.users_code import is_own_module
 
 # of a value of a group, of a parameter's state, or of the optimizer or scheduler itself
@@ -59,12 +60,5 @@ def _codes_of(module: types.ModuleType) -> Iterator[types.CodeType]:
                 while function is not None:  # a step is decorated: by torch, and often by its author
                     code = getattr(getattr(function, "__func__", function), "__code__", None)
                     if isinstance(code, types.CodeType):
-                        yield from _nested(code)
+                        yield from with_inner(code)
                     function = getattr(function, "__wrapped__", None)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)

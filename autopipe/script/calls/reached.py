@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.script.calls.inside import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
-from autopipe.trace.state.observing.bytecode import imported
+from autopipe.trace.state.observing.bytecode import imported, with_inner
 from autopipe.trace.state.snapshots.places import ByIdentity
 from autopipe.users_code import is_own_class, is_own_file, is_own_module
 
@@ -212,7 +212,7 @@ class Reached:
         place = function.__globals__
         if is_own_file(function.__code__.co_filename):
             self._namespaces[id(place)] = place
-        for code in _codes(function.__code__):
+        for code in with_inner(function.__code__):
             names = {*code.co_names, *_texts(code.co_consts)}
             self.names |= names
             own = is_own_file(code.co_filename)
@@ -312,13 +312,6 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return UNSET
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _texts(constants: Any) -> Iterator[str]:

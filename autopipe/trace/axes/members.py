@@ -7,7 +7,6 @@ and it is what a team is compared with. Of a random draw, every member makes the
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn import functional
 from autopipe import draws
 from autopipe.ir.graph import Graph
 from autopipe.ir.teams.axes import MULTIHEAD, Axis, Place, Rewrite
+from autopipe.team import attention_with_mask
 from autopipe.trace.axes.combined import COMBINED, Combination, cut, entered, summed
 from autopipe.trace.axes.find import attribute
 from autopipe.trace.graph.replay import context_of
@@ -242,7 +242,7 @@ class _OwnHeads(torch.overrides.TorchFunctionMode):
             mask = padding if mask is None else mask + padding
         rate = named["dropout_p"] if named["training"] else 0.0
         if rate:
-            output = attention(self._mask_for, query, key, value, mask, rate, is_causal)
+            output = attention_with_mask(self._mask_for, query, key, value, mask, rate, is_causal)
         else:
             output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
         return functional.linear(output.permute(2, 0, 1, 3).flatten(-2), named["out_proj_weight"])
@@ -298,34 +298,8 @@ def _drawn(
             rate = module.get_submodule(str(node.target)).p
             results.append(args[0] * mask_for(args[0], float(rate)))  # type: ignore[arg-type]  # of nn.Dropout
         elif getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
-            results.append(attention(mask_for, *args, **kwargs))
+            results.append(attention_with_mask(mask_for, *args, **kwargs))
         else:
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             results.append(args[0] * mask_for(args[0], rate))
     return results
-
-
-def attention(
-    mask_for: Callable[[Tensor, float], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Fused attention, with the formula of its documentation and a mask of its own."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        lower = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~lower, float("-inf"))
-    if attn_mask is not None:
-        is_allowed = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_allowed else scores + attn_mask
-    weights = scores.softmax(-1)
-    return (weights * mask_for(weights, dropout_p)) @ value

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autopipe.errors import TraceError
 from autopipe.ir.teams.axes import Axis
 from autopipe.team import STAGE, Team, Unplaced, cut
+from autopipe.trace.axes.find import attribute
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.localise import of_team
 from autopipe.trace.teams.positions import FEWEST, find_positions
@@ -78,7 +79,7 @@ def as_member(capture: Capture, team: Team, *, copies: bool = False) -> Capture:
             memo.setdefault(id(tensor), _part(tensor, shard.place, shard.size, team))
         elif not copies:
             memo.setdefault(id(tensor), tensor)
-    owned = {str(node.target): copy.deepcopy(_attribute(capture.module, str(node.target)), memo) for node in targets}
+    owned = {str(node.target): copy.deepcopy(attribute(capture.module, str(node.target)), memo) for node in targets}
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in capture.module.graph.nodes:
@@ -104,10 +105,3 @@ def _part(tensor: Tensor, place: Any, size: int, team: Team) -> Tensor:
     with torch.no_grad():
         part = cut(tensor.detach(), place, size, team.member, team.size)
     return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value

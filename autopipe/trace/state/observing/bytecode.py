@@ -5,12 +5,20 @@ from __future__ import annotations
 import dis
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _MOST_CONSTANTS = 16
 _OF_MATH = frozenset((*(name for name in dir(math) if not name.startswith("_")), "round", "pow"))
 _BY_TEXT = frozenset(("globals", "getattr", "setattr", "vars", "__dict__"))
+
+
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object, and those of the functions and classes that it defines, at any depth."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from with_inner(constant)
 
 
 def looked_up(code: types.CodeType) -> frozenset[str]:

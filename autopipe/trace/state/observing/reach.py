@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopipe.trace.state.observing import bytecode
+from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.snapshots.places import OF_FUNCTIONS
 from autopipe.trace.state.snapshots.snapshot import Names
@@ -74,15 +75,9 @@ def between_forwards(
             names = inner.__code__.co_varnames[: inner.__code__.co_argcount]
             values = [getattr(function, "__self__", None)] if inner is not function else []
             known = dict(zip(names, [[value] for value in (*values, first) if value is not None], strict=False))
+            _, *defined = with_inner(inner.__code__)
             yield who, Ran(inner.__code__, inner.__globals__, known, functions=[inner])
-            yield from ((who, Ran(code, inner.__globals__)) for code in _defined_in(inner.__code__))
-
-
-def _defined_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _defined_in(constant)
+            yield from ((who, Ran(code, inner.__globals__)) for code in defined)
 
 
 def modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
