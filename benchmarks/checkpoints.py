@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 import autopipe
-from autopipe.runtime.checkpoint.directory import Part, unfinished, write_part
+from autopipe.runtime.checkpoint.directory import unfinished
+from autopipe.runtime.checkpoint.parts import Part, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -76,8 +76,8 @@ class RankSession:
     def __post_init__(self) -> None:
         plan, leads = self.context.plan, self.transport.leads
         self._rows = RankRows(self.context, self.transport.rank)
-        writers = [stage.replicas * plan.team for stage in plan.stages]
-        self._saver = Saver(self.run.checkpoints, writers, keep=self.job.keep_checkpoints, leads=leads)
+        processes = [stage.replicas * plan.team for stage in plan.stages]
+        self._saver = Saver(self.run.checkpoints, processes, keep=self.job.keep_checkpoints, leads=leads)
         if self.job.save or self.job.checkpoint_every or self.job.has_audits:
             self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
@@ -264,7 +264,7 @@ class RankSession:
 
     @property
     def _places(self) -> dict[int, int]:
-        """The stages of this rank, each with the place of the process among those that run the stage."""
+        """The stages of this rank, each with the place of this process among those that run it."""
         plan, rank = self.context.plan, self.transport.rank
         member = self.transport.member if isinstance(self.transport, TeamTransport) else 0
         return {index: plan.stages[index].ranks.index(rank) * plan.team + member for index in self.executor.runners}

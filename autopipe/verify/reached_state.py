@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopipe.runtime.checkpoint.sharing import checksums
+from autopipe.runtime.checkpoint.checksums import checksums
 from autopipe.runtime.training_state.stage import Training
 from autopipe.trace.state.snapshots.fingerprints import is_plain_key
 from autopipe.trace.state.snapshots.settings import SETTINGS

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from autopipe.runtime.checkpoint.directory import Part, finish, unfinished, write_part
+from autopipe.runtime.checkpoint.directory import unfinished
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.parts import Part, finish, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 

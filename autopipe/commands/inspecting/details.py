@@ -17,7 +17,7 @@ from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
 from autopipe.report.results import StagePeak
 from autopipe.report.run_results import RunAttempt, RunCheckpoint, RunDetails, RunRow, RunStage
-from autopipe.runtime.checkpoint import names
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.job import Job, RunDirectory, read_rows
 from autopipe.workload.target.targets import Target
@@ -126,8 +126,8 @@ def _into(damage: list[str]) -> Iterator[None]:
 
 def _checkpoints(run: RunDirectory, verify: bool) -> Iterator[RunCheckpoint]:
     with contextlib.suppress(OSError):  # of a directory that cannot be listed, which is in the row
-        for step in names.steps(run.checkpoints):
-            path = names.directory_of(run.checkpoints, step)
+        for step in checkpoints.steps(run.checkpoints):
+            path = checkpoints.directory_of(run.checkpoints, step)
             sizes, written = 0, 0.0
             with contextlib.suppress(OSError):
                 written = path.stat().st_mtime

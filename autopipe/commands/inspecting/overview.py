@@ -15,7 +15,7 @@ from autopipe.commands.locks import holder
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.plan import Plan
 from autopipe.report.run_results import RunRow
-from autopipe.runtime.checkpoint import names
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import Job, RunDirectory, read_rows
 
 RUNNING, UNREADABLE, UNKNOWN = "running", "unreadable", "unknown"
@@ -91,7 +91,7 @@ def read(path: Path, name: str) -> RunFiles:
     job, plan = _readable(run.job, damage), _readable(run.plan, damage)
     entries = _readable(lambda: history.read(run), damage) or ()
     begun = next((entry for entry in reversed(entries) if isinstance(entry, history.Begun)), None)
-    saved = _readable(lambda: names.steps(run.checkpoints), damage) or []
+    saved = _readable(lambda: checkpoints.steps(run.checkpoints), damage) or []
     newest = saved[-1] if saved else None
     done, last = _readable(lambda: _last_step(run, begun), damage) or (None, None)
     if done is None:

@@ -121,7 +121,7 @@ class Checkpoint:
         if not path.is_file():
             raise ArtifactError(f"{file} is missing from the checkpoint", where=str(path), remedy=_REMEDY)
         try:
-            same = path.stat().st_size == expected.bytes and _sha256(path) == expected.sha256
+            same = path.stat().st_size == expected.bytes and sha256_of(path) == expected.sha256
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error.strerror}", where=str(path), remedy=_REMEDY) from None
         if not same:
@@ -190,7 +190,8 @@ def _complete(slices: Sequence[TensorSlice | None]) -> bool:
     return set(slices) == {replace(first, index=index) for index in range(first.count)}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises: OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

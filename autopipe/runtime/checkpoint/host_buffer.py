@@ -8,11 +8,21 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from autopipe.units import in_bytes
+
+
+def queued_on_gpu(tensors: Iterable[torch.Tensor]) -> Any | None:
+    """Return a CUDA event after all that this thread has queued; None if none of the tensors is on a GPU."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+    event.record(torch.cuda.current_stream())
+    return event
 
 
 class HostBuffer:

@@ -1,6 +1,6 @@
 """``Manifest``: the JSON description of a checkpoint. Everything is kept under the model's own parameter names.
 
-``directory`` writes it when a checkpoint is finished, and ``checkpoint.Checkpoint`` reads it.
+``parts`` writes it when a checkpoint is finished, and ``checkpoint.Checkpoint`` reads it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """One file of tensors. A stage has one for each of its writers."""
+    """One file of tensors. A stage has one, or one for each of the processes that write a part of it."""
 
     file: str
     sha256: str
     bytes: int
     # the names in the file, such as ``model.wte.weight``
     tensors: tuple[str, ...]
-    # empty, except in the file of the first writer of a stage
+    # empty, except in the first file of a stage, and in that of a replica with an optimizer state of its own
     training: StageState = StageState()
-    # a checksum of every tied parameter that the stage has, as owner or as copy: copies must be equal bit for bit
-    ties: dict[str, int] = field(default_factory=dict)
     # for each tensor of which other files have the rest
     slices: dict[str, TensorSlice] = field(default_factory=dict)
-    # written by an earlier format; nothing reads them
+    # written by earlier formats; nothing reads them
+    ties: dict[str, int] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
 

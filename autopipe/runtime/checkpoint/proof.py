@@ -8,9 +8,9 @@
     restoring   live objects, once restored --------------------------------- equal, bit for bit?
                 file, mapped -----------------------------------------------+
 
-Neither trusts what saves and restores: the live tensors are listed here again, and the file is read as the bytes it has
-(JSON, then data), not through ``Checkpoint``. Cost: the sums, 5 GB/s on one core, before a checkpoint is copied, and
-again in the background; one more pass over memory when a run resumes.
+Neither trusts what saves and restores: the live tensors are listed here again, and the file is mapped as a whole, not
+read through ``Checkpoint``. Cost: the sums, 5 GB/s on one core, before a checkpoint is copied, and again in the
+background; one more pass over memory when a run resumes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from autopipe import sparse
@@ -28,15 +30,27 @@ from autopipe.bits import same_bits
 from autopipe.errors import RunError
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.checksums import Sums
 from autopipe.runtime.checkpoint.members import own_part, sliced
-from autopipe.runtime.checkpoint.on_disk import NOT_AS_WRITTEN, tensors_on_disk
-from autopipe.runtime.checkpoint.sharing import Sums
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.differing import differing
 from autopipe.runtime.training_state.nodes import Node, kind_of, tensor_names
 from autopipe.runtime.training_state.stage import Training, tree_for
+
+NOT_AS_WRITTEN = (
+    "resume from an earlier checkpoint (--resume STEP); if it happens again, test the memory and the disk of this "
+    "machine, and look for code that changes weights or optimizers while a checkpoint is made or restored"
+)
+"""The remedy."""
+
+
+def tensors_on_disk(path: Path) -> dict[str, torch.Tensor]:
+    """Map a file of tensors into memory. Raises: OSError."""
+    with path.open("rb") as file:  # safetensors reads no path that is not UTF-8
+        tensors: dict[str, torch.Tensor] = load_file(f"/proc/self/fd/{file.fileno()}")
+    return tensors
 
 
 def live_tensors(
@@ -58,22 +72,35 @@ def live_tensors(
 
 
 def sums_of(
-    written: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], training: Training | None
+    collected: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], training: Training | None
 ) -> Sums:
-    """Start to sum the live tensors that a rank is about to write. ``weights``: the ``live_tensors`` of the stage.
+    """Start to sum collected tensors where the rank has them. ``weights``: the ``live_tensors`` of the stage.
 
-    The state of an optimizer that is not a tensor of one parameter is left out.
+    The state of an optimizer that is not a tensor of one parameter is summed as it was collected.
     """
     live = dict(weights)
     for name, parameter in {} if training is None else training.owned.items():
         state = training.optimizer.state.get(parameter, {}) if training is not None else {}
         live |= {f"optimizer.state[{name}][{key!r}]": own for key, own in state.items() if torch.is_tensor(own)}
-    # what pads a tensor that a team cannot divide is not written
-    return Sums({name: _cut(live[name], written[name]) for name in written if name in live})
+    return Sums({name: _unpadded(live.get(name, tensor), tensor.shape) for name, tensor in collected.items()})
 
 
-def _cut(live: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    return live if live.shape == written.shape else live[tuple(slice(0, length) for length in written.shape)]
+def _unpadded(live: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor without what pads it because a team cannot divide it."""
+    return live if live.shape == shape else live[tuple(slice(0, length) for length in shape)]
+
+
+def refuse_other_file(path: Path, sums: Mapping[str, int]) -> None:
+    """Refuse a file that does not hold what a rank summed. Raises: RunError naming the first tensor that differs."""
+    on_disk = tensors_on_disk(path)
+    written = Sums({name: on_disk[name] for name in sums if name in on_disk}).finish()
+    for name, number in sums.items():
+        if written.get(name) != number:
+            raise RunError(
+                f"{name} in the checkpoint is not what was trained: the file differs from the memory of the rank",
+                where=str(path),
+                remedy=NOT_AS_WRITTEN,
+            )
 
 
 def refuse_missing(written: Mapping[str, Any], weights: Mapping[str, torch.Tensor], stage: int) -> None:

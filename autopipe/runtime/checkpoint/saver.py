@@ -5,9 +5,9 @@
     training thread   ... | copy | next minibatches ...            | copy | ...
     writing thread               | write, fsync | (rank 0: wait for the others, rename, latest, retention)
 
-At most one checkpoint is in flight: a second one waits for the first. The replicas of a stage write a part of it each.
-A description next to each file tells rank 0 that the file is written, so training exchanges nothing. If writing fails,
-the rank fails at its next minibatch.
+At most one checkpoint is in flight: a second one waits for the first. One replica writes the file of a stage; the
+others write checksums of what they hold. A description of each part tells rank 0 that it is written, so training
+exchanges nothing. If writing fails, the rank fails at its next minibatch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from autopipe.errors import ArtifactError
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
-from autopipe.runtime.checkpoint.directory import Part
-from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.checksums import bits
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState, TensorSlice
 from autopipe.runtime.checkpoint.members import sliced
+from autopipe.runtime.checkpoint.parts import Part, descriptions, finish, of_member, write_part
 from autopipe.runtime.checkpoint.proof import live_tensors, refuse_missing, sums_of
-from autopipe.runtime.checkpoint.sharing import bits, checksums, of_member, share
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.step.stepper import Stepper
-from autopipe.stage import Stage
 
 POLL_SECONDS = 0.01
 FINISH_SECONDS = 5.0
@@ -42,7 +41,7 @@ class Saver:
 
     Args:
         directory: of the checkpoints.
-        writers: for each stage, how many ranks write a part of it.
+        processes: for each stage, how many processes run it.
         keep: how many of the newest checkpoints are kept; 0 keeps all.
         leads: this rank finishes a checkpoint when all parts are written.
         timeout_seconds: how long it waits for them. A rank that failed is detected elsewhere long before.
@@ -50,9 +49,9 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, writers: Sequence[int], *, keep: int, leads: bool, timeout_seconds: float = 600.0
+        self, directory: Path, processes: Sequence[int], *, keep: int, leads: bool, timeout_seconds: float = 600.0
     ) -> None:
-        self.directory, self.writers, self.keep, self.leads = directory, tuple(writers), keep, leads
+        self.directory, self.processes, self.keep, self.leads = directory, tuple(processes), keep, leads
         self.timeout_seconds = timeout_seconds
         self._thread: threading.Thread | None = None
         self._step = -1
@@ -84,62 +83,80 @@ class Saver:
 
     def for_directory(self, directory: Path) -> Saver:
         """Return a saver that writes the same state into another directory and keeps everything it writes."""
-        saver = Saver(directory, self.writers, keep=0, leads=self.leads, timeout_seconds=self.timeout_seconds)
+        saver = Saver(directory, self.processes, keep=0, leads=self.leads, timeout_seconds=self.timeout_seconds)
         saver._initial = self._initial
         return saver
 
     def save(self, manifest: Manifest, stepper: Stepper, places: Mapping[int, int], *, pinned: bool = False) -> None:
         """Copy the state of some stages into the buffers of the previous checkpoint, and start to write it.
 
-        ``places``: which of the writers of each of these stages this rank is.
+        ``places``: which of the processes of each of these stages this one is.
 
         Raises: the failure of the previous checkpoint; RunError for a state that a checkpoint cannot hold.
         """
         self.wait()
-        parts = []
-        for stage, writer in places.items():
-            own = stage in stepper.shards  # the optimizer state of this replica alone
-            stored, of_optimizer = StageState(tuple(stepper.stepped(stage))), dict[str, torch.Tensor]()
-            code = stepper.runners[stage].stage
-            replica, member = divmod(writer, code.TEAM)
-            if (training := stepper.training(stage)) is not None:
-                place = f"{stage}.{replica}" if own else str(stage)
-                stored, of_optimizer = training.state(place, self._initial[stage])
-            averages = {} if stepper.averages is None else stepper.averages.of(stage)
-            tensors = state.collect(stepper.runners[stage], stepper.owned(stage))
-            tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
-            tensors.update({} if own else of_optimizer)
-            live = live_tensors(stepper.runners[stage], stepper.owned(stage), averages)
-            refuse_missing(tensors, live, stage)
-            counted: dict[str, int] = {}
-            tensors, slices = sliced(code, tensors)
-            if (num_writers := self.writers[stage]) > 1:
-                counters = state.counters(stepper.runners[stage])
-                cut = {name: tensor for name, tensor in tensors.items() if name in slices}
-                tensors = {name: tensor for name, tensor in tensors.items() if name not in slices}
-                counted = checksums({name: tensor for name, tensor in tensors.items() if name not in counters})
-                counted |= {of_member(name, member): total for name, total in checksums(cut).items()}
-                tensors = share(tensors, writer, num_writers, counters)
-                tensors.update(share(cut, replica, num_writers // code.TEAM))
-                slices = {name: part for name, part in slices.items() if name in tensors}
-            if own:
-                of_optimizer, parts_of_member = sliced(code, of_optimizer)
-                slices |= parts_of_member
-                tensors |= {name: t for name, t in of_optimizer.items() if not member or name in parts_of_member}
-            snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
-            sums = sums_of(tensors, live, training)
-            snapshot.take(tensors)
-            if snapshot.refusal:
-                self._refusals.setdefault(snapshot.refusal, False)
-            parameters = stepper.parameters(stage)
-            ties = {
-                _of_member(code, tie.parameter): bits(parameters[tie.parameter])
-                for tie in stepper.ties.moving
-                if tie.parameter in parameters
-            }
-            training_state = stored if (own and not member) or writer == 0 else StageState()
-            parts.append(Part(stage, snapshot, training_state, ties, slices, writer, counted, sums))
-        self.write(manifest, parts)
+        self.write(manifest, [self._part(stepper, stage, place, pinned) for stage, place in places.items()])
+
+    def _part(self, stepper: Stepper, stage: int, place: int, pinned: bool) -> Part:
+        """Sum what this process has of a stage, and copy what it writes."""
+        runner, training = stepper.runners[stage], stepper.training(stage)
+        code = runner.stage
+        replica, member = divmod(place, code.TEAM)
+        sharded = stage in stepper.shards  # each replica has an optimizer state of its own
+        writers = self.processes[stage] if sharded else code.TEAM
+
+        averages = {} if stepper.averages is None else stepper.averages.of(stage)
+        weights = state.collect(runner, stepper.owned(stage))
+        weights.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
+        live = live_tensors(runner, stepper.owned(stage), averages)
+        refuse_missing(weights, live, stage)
+        training_state, of_optimizer = StageState(tuple(stepper.stepped(stage))), dict[str, torch.Tensor]()
+        if training is not None:
+            owner = f"{stage}.{replica}" if sharded else str(stage)
+            training_state, of_optimizer = training.state(owner, self._initial[stage])
+
+        counters = state.counters(runner)
+        written, unwritten = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        slices, compared = dict[str, TensorSlice](), dict[str, str]()
+        for tensors, replicated in ((weights, True), (of_optimizer, not sharded)):
+            stored, own_slices = sliced(code, tensors)
+            for name, tensor in stored.items():
+                is_slice = name in own_slices
+                if replicated and name not in counters:
+                    compared[name] = of_member(name, member) if is_slice else name
+                if (replica and replicated) or (member and not is_slice):
+                    unwritten[name] = tensor
+                else:
+                    written[name] = tensor
+            slices.update({name: part for name, part in own_slices.items() if name in written})
+        sums, other_sums = (sums_of(own, live, training) for own in (written, unwritten))
+
+        parameters = stepper.parameters(stage)
+        ties = {
+            of_member(name, member) if name in code.SHARDS else name: bits(parameters[name])
+            for name in (tie.parameter for tie in stepper.ties.moving)
+            if name in parameters
+        }
+        return Part(
+            stage,
+            self._copied(stage, written, pinned) if place < writers else None,
+            training_state if member == 0 and (sharded or replica == 0) else StageState(),
+            ties,
+            slices,
+            place=place,
+            writers=writers,
+            written=sums,
+            unwritten=other_sums,
+            compared=compared,
+        )
+
+    def _copied(self, stage: int, tensors: Mapping[str, torch.Tensor], pinned: bool) -> Snapshot:
+        """Copy the tensors of a stage into the buffer of its previous checkpoint."""
+        snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
+        snapshot.take(tensors)
+        if snapshot.refusal:
+            self._refusals.setdefault(snapshot.refusal, False)
+        return snapshot
 
     def write(self, manifest: Manifest, parts: Sequence[Part]) -> None:
         """Start to write. The snapshots must not change until ``wait`` has returned.
@@ -205,16 +222,16 @@ class Saver:
         try:
             temporary = checkpoints.unfinished(self.directory, manifest.step, manifest.plan_digest)
             for part in parts:
-                checkpoints.write_part(temporary, part, self.writers)
+                write_part(temporary, part, self.processes)
             if self.leads and self._all_written(temporary):
-                path = checkpoints.finish(self.directory, temporary, self.writers, manifest, self.keep)
+                path = finish(self.directory, temporary, self.processes, manifest, self.keep)
                 self._finished.append((manifest.step, path))
         except BaseException as error:
             self._failure = error
 
     def _all_written(self, temporary: Path) -> bool:
         """Wait for the parts of the other ranks; False if cancelled. Raises: ArtifactError if one times out."""
-        missing = checkpoints.descriptions(temporary, self.writers)
+        missing = descriptions(temporary, self.processes)
         polls = int(self.timeout_seconds / POLL_SECONDS)
         while polls := polls - 1:
             missing = {place: path for place, path in missing.items() if not path.is_file()}
@@ -222,15 +239,10 @@ class Saver:
                 return True
             if self._cancelled.wait(POLL_SECONDS):
                 return False
-        stage, writer = min(missing)
+        stage, place = min(missing)
         raise ArtifactError(
             f"stage {stage} has not written its part of the checkpoint after {self.timeout_seconds:.0f} s: "
-            f"{checkpoints.file_name(stage, writer, self.writers)} is missing",
+            f"{missing[stage, place].name} is missing",
             where=str(temporary),
             remedy="every rank must see the same run directory: put it on a shared disk (--run-dir)",
         )
-
-
-def _of_member(code: Stage, parameter: str) -> str:
-    """Return the name of a tied parameter, of which each member of a team may have another part."""
-    return f"{parameter}@{code._autopipe_team.member}" if parameter in code.SHARDS else parameter

@@ -9,7 +9,7 @@ Source: ZeRO, arXiv:1910.02054, section 5.1 (stage 1), by whole parameters as in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,16 +18,15 @@ from autopipe.runtime.step.reduction import Bucket, filled
 from autopipe.runtime.transport.base import Pending, Transport
 
 
-def divide(sizes: Mapping[str, int], count: int, first: Collection[str] = ()) -> list[list[str]]:
+def divide(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Divide named things among ``count`` ranks, so that the sums of their sizes are about equal.
 
-    The largest goes first, always to the rank with the least, so every rank computes the same parts. All of ``first``
-    go to the first rank.
+    The largest goes first, always to the rank with the least, so every rank computes the same parts.
     """
     loads = [0] * count
     parts: list[list[str]] = [[] for _ in range(count)]
-    for name in sorted(sizes, key=lambda name: (name not in first, -sizes[name], name)):
-        place = 0 if name in first else loads.index(min(loads))
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        place = loads.index(min(loads))
         loads[place] += sizes[name]
         parts[place].append(name)
     return parts

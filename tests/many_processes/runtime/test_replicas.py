@@ -85,7 +85,7 @@ def test_a_run_with_clipping_equals_the_oracle(ranks: int, replicas: str, comman
     assert not unequal
 
 
-def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, tmp_path: Path) -> None:
+def test_an_elastic_run_continues_from_what_a_replica_wrote(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("range(6)", "range(40)"))
     kill_ranks(tmp_path / "net.py", {12: 1})
     profile(commands, tmp_path)
@@ -96,7 +96,7 @@ def test_an_elastic_run_continues_from_what_replicas_wrote(commands: Commands, t
     (restart,) = document["restarts"]
     assert document["ranks"] == restart["ranks"] < 3 and document["step"] == 30
     written = tmp_path / "run" / "checkpoints" / f"step-{restart['from_step']:08d}"
-    assert list(written.glob("stage-*.part-1-of-*.safetensors"))
+    assert len(list(written.glob("stage-*.safetensors"))) < 3  # fewer files than ranks: a stage had replicas
     # resuming by command from the same checkpoint trains the same
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     commands.run(*words, "--gpus", str(restart["ranks"]), "--run-dir", "copy", "--resume", str(restart["from_step"]))

@@ -19,9 +19,9 @@ from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.launch.remote import rendezvous
 from autopipe.launch.remote.protocol import Message, decode
 from autopipe.report.results import CheckReport
-from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState, TensorSlice
+from autopipe.runtime.checkpoint.parts import Part, finish, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 MODEL = """
@@ -202,16 +202,16 @@ def test_a_settings_section_that_is_not_a_table_is_a_usage_error(tmp_path: Path,
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     temporary = folder / "step-00000002.tmp"
-    writers = (1, 2)  # both of stage 1 have a slice of w1
-    for index, writer in ((0, 0), (1, 0), (1, 1)):
-        tensors = {f"model.w{index}": torch.ones(3 if index == 0 else 1 + writer)}
-        if writer == 0:
+    processes = (1, 2)  # both of stage 1 have a slice of w1
+    for index, place in ((0, 0), (1, 0), (1, 1)):
+        tensors = {f"model.w{index}": torch.ones(3 if index == 0 else 1 + place)}
+        if place == 0:
             tensors[f"optimizer.w{index}.step"] = torch.tensor(2.0)
         state = StageState((f"w{index}",), {"optimizer": {"is": "dict", "class": "dict", "items": []}})
-        slices = {"model.w1": TensorSlice(0, writer, 2)} if index == 1 else {}
-        part = checkpoints.Part(index, Snapshot.of(tensors), state, slices=slices, writer=writer)
-        checkpoints.write_part(temporary, part, writers)
-    return checkpoints.finish(folder, temporary, writers, Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
+        slices = {"model.w1": TensorSlice(0, place, 2)} if index == 1 else {}
+        snapshot, writers = Snapshot.of(tensors), processes[index]
+        write_part(temporary, Part(index, snapshot, state, slices=slices, place=place, writers=writers), processes)
+    return finish(folder, temporary, processes, Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
 
 
 def open_and_read(folder: Path) -> dict[str, torch.Tensor] | None:

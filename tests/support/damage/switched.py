@@ -85,10 +85,10 @@ add("off_audited_buffers", "verify.plain_step", "_buffers", _instead(lambda *_: 
 # the minibatches that the data gave; what a rank holds after a restore; what is in the file of a checkpoint
 add("off_given", "runtime.batches.source", "Source._refuse_unused", _instead(lambda *_: None))
 add("off_restored", "runtime.checkpoint.proof", "RestoreProof.refuse_differences", _instead(lambda *_: None))
-add("off_saved", "runtime.checkpoint.directory", "refuse_other_file", _instead(lambda *_: None))
+add("off_saved", "runtime.checkpoint.parts", "refuse_other_file", _instead(lambda *_: None))
 add("off_restored_weights", "runtime.session", "refuse_other_weights", _instead(lambda *_, **__: None))
-add("off_unequal_replicas", "runtime.checkpoint.directory", "refuse_unequal_replicas", _instead(lambda *_: None))
-add("off_unequal_ties", "runtime.checkpoint.directory", "_refuse_unequal_ties", _instead(lambda *_: None))
+add("off_unequal_replicas", "runtime.checkpoint.parts", "refuse_unequal_replicas", _instead(lambda *_: None))
+add("off_unequal_ties", "runtime.checkpoint.parts", "refuse_unequal_ties", _instead(lambda *_: None))
 add("off_missing", "runtime.checkpoint.saver", "refuse_missing", _instead(lambda *_: None))
 add("off_audited_state", "verify.audited_state", "RunStep.state_differences", _instead(lambda *_: iter(())))
 

@@ -14,15 +14,8 @@ from support.checkpoints import save
 
 from autopipe.errors import ArtifactError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
-from autopipe.runtime.checkpoint.directory import (
-    Part,
-    clear_unfinished,
-    directory_of,
-    set_aside,
-    steps,
-    unfinished,
-    write_part,
-)
+from autopipe.runtime.checkpoint.directory import clear_unfinished, directory_of, set_aside, steps, unfinished
+from autopipe.runtime.checkpoint.parts import Part, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.models.weights import MODEL
 from support.pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
 
 from autopipe.errors import RunError
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.checkpoint.on_disk import refuse_other_file, tensors_on_disk
-from autopipe.runtime.checkpoint.sharing import Sums
+from autopipe.runtime.checkpoint.checksums import checksums
+from autopipe.runtime.checkpoint.proof import refuse_other_file
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 STEPS = 3
@@ -115,28 +113,21 @@ def test_weights_that_are_restored_wrongly_for_an_evaluation_are_named(
                 session.restore_latest(averaged=averaged)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_a_file_is_read_as_safetensors_reads_it(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(6).view(2, 3).to(dtype), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros(0, 4)}
-    save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    own, expected = tensors_on_disk(tmp_path / "file"), load_file(tmp_path / "file")
-    assert own.keys() == expected.keys()
-    assert all(torch.equal(own[name], tensor) and own[name].dtype == tensor.dtype for name, tensor in expected.items())
-
-
-def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    header += b" " * (1 - len(header) % 2)
-    data = torch.tensor([1.5, 2.5])
-    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data.numpy().tobytes())
-    assert torch.equal(tensors_on_disk(tmp_path / "file")["a"], data)
-
-
 def test_a_conjugated_and_a_sparse_tensor_are_summed_as_they_are_written(tmp_path: Path) -> None:
     tensors = {"c": torch.tensor([1 + 2j, 3 - 1j]).conj(), "s": torch.eye(3).to_sparse()}
     Snapshot.of(tensors).write(tmp_path / "file")
-    refuse_other_file(tmp_path / "file", Sums(tensors))
+    refuse_other_file(tmp_path / "file", checksums(tensors))
     with pytest.raises(RunError, match="c in the checkpoint is not what was trained"):
-        refuse_other_file(tmp_path / "file", Sums({**tensors, "c": tensors["c"].conj()}))
+        refuse_other_file(tmp_path / "file", checksums({**tensors, "c": tensors["c"].conj()}))
     with pytest.raises(RunError, match=r"s@sparse_coo\.values in the checkpoint"):
-        refuse_other_file(tmp_path / "file", Sums({**tensors, "s": 2 * tensors["s"]}))
+        refuse_other_file(tmp_path / "file", checksums({**tensors, "s": 2 * tensors["s"]}))
+
+
+def test_a_checkpoint_is_proven_in_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / b"caf\xe9".decode("utf-8", "surrogateescape")
+    folder.mkdir()
+    tensors = {"w": torch.arange(5.0)}
+    Snapshot.of(tensors).write(folder / "file")
+    refuse_other_file(folder / "file", checksums(tensors))
+    with pytest.raises(RunError, match="w in the checkpoint is not what was trained"):
+        refuse_other_file(folder / "file", checksums({"w": -tensors["w"]}))

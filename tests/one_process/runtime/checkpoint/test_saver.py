@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint import saver as saver_module
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.checkpoint.directory import Part, unfinished, write_part
+from autopipe.runtime.checkpoint.checksums import bits
+from autopipe.runtime.checkpoint.directory import unfinished
 from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.parts import Part, finish, write_part
 from autopipe.runtime.checkpoint.saver import Saver
-from autopipe.runtime.checkpoint.sharing import bits
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 DTYPES = [
@@ -54,10 +56,19 @@ def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 def test_a_snapshot_is_a_safetensors_file_of_every_dtype_and_layout(tmp_path: Path) -> None:
     expected = tensors()
-    digest, size = Snapshot.of(expected).write(tmp_path / "file")
+    Snapshot.of(expected).write(tmp_path / "file")
     assert_holds(tmp_path / "file", expected)
-    data = (tmp_path / "file").read_bytes()
-    assert (digest, size) == (hashlib.sha256(data).hexdigest(), len(data))
+
+
+def test_a_file_is_described_by_its_sha256_and_size_and_has_the_mode_of_a_new_file(tmp_path: Path) -> None:
+    temporary = unfinished(tmp_path, 1, "p")
+    write_part(temporary, part(0, **tensors()), (1,))
+    folder = finish(tmp_path, temporary, (1,), manifest(1), 0)
+    (file,) = Checkpoint(folder).manifest.files
+    data = (folder / file.file).read_bytes()
+    assert (file.sha256, file.bytes) == (hashlib.sha256(data).hexdigest(), len(data))
+    (tmp_path / "new").touch(0o644)
+    assert (folder / file.file).stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_a_snapshot_reuses_its_buffer_and_holds_the_last_copy(tmp_path: Path) -> None:
@@ -110,7 +121,7 @@ def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest
         write_part(*args)
         writing[0] -= 1
 
-    monkeypatch.setattr(checkpoints, "write_part", slow)
+    monkeypatch.setattr(saver_module, "write_part", slow)
     saver = Saver(tmp_path, (1,), keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     assert saver.finished() == []  # training continues while it is written

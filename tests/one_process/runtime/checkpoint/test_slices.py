@@ -12,8 +12,9 @@ import torch
 
 from autopipe.errors import ArtifactError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.checkpoint.directory import Part, finish, unfinished, write_part
+from autopipe.runtime.checkpoint.directory import unfinished
 from autopipe.runtime.checkpoint.manifest import Manifest, TensorSlice
+from autopipe.runtime.checkpoint.parts import Part, finish, write_part
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.checkpoint.weight_files import open_weights
 
@@ -34,8 +35,7 @@ def save(folder: Path) -> Path:
         slices = {"model.fused": TensorSlice(0, index, 2, blocks=3), "model.table": TensorSlice(1, index, 2)}
         if index == 1:
             tensors["model.whole"] = WHOLE
-        checksums = {"model.whole": 6}
-        write_part(temporary, Part(0, Snapshot.of(tensors), slices=slices, writer=index, checksums=checksums), (2,))
+        write_part(temporary, Part(0, Snapshot.of(tensors), slices=slices, place=index, writers=2), (2,))
     return finish(folder, temporary, (2,), Manifest(1, 0, 1, 0, "g", "p", ()), 0)
 
 

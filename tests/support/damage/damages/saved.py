@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from support.damage.damages.gradients import ONE
 from support.damage.registry import Ran, damages
 
@@ -70,10 +72,12 @@ def save_flipped(write: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Flip a bit of the file, with the SHA-256 of what was flipped."""
 
     def damaged(self: Any, path: Path) -> Any:
-        if self._num_bytes > 4:
-            ran()
-            self._buffer.bytes[self._num_bytes // 2] ^= 1
-        return write(self, path)
+        for copy in self._copies.values():
+            if copy.numel() > 1:
+                ran()
+                copy.view(-1).view(torch.uint8)[copy.nbytes // 2] ^= 1
+                break
+        write(self, path)
 
     return damaged
 
