@@ -19,13 +19,13 @@ from typing import Any
 import psutil
 
 from autopipe.errors import RunError, counted
-from autopipe.launch.rank.signals import handled_by, ignore_stop_signals
 from autopipe.launch.remote import network, peer
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.protocol import GATHER_SECONDS
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import HostCommand, LaunchRequest, LaunchSettings
 from autopipe.launch.supervisor import Supervisor
+from autopipe.workers.signals import handled_by, ignore_stop_signals
 
 _LEADER = "leader"
 _LITERAL = ("127.0.0.1", "::1", "localhost")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from autopipe.ir import artifact
 from autopipe.launch.rank.forked import ForkedRanks
-from autopipe.launch.rank.signals import handled_by
 from autopipe.launch.request import LOOPBACK, HostCommand, LaunchRequest, WorkerSpec
 from autopipe.launch.supervisor import Supervisor
+from autopipe.workers.signals import handled_by
 
 
 def run_ranks(request: LaunchRequest, rendezvous: object = None) -> None:

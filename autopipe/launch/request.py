@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.runtime.job import RunDirectory
+from autopipe.workers.signals import StopRequest
 
 LOOPBACK = "lo"
 STEPS_WITHOUT_PROGRESS = 20

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.plan import bytes_by_rank
-from autopipe.launch.rank.signals import handled_by
 from autopipe.launch.remote import network, preflight, protocol
 from autopipe.launch.remote.agent_pool import AgentPool, command_of, prepare_message
 from autopipe.launch.remote.hosts import assign
 from autopipe.launch.remote.remote_ranks import RemoteRanks
 from autopipe.launch.request import LOOPBACK, HostCommand, LaunchRequest, WorkerSpec
 from autopipe.launch.supervisor import Supervisor
+from autopipe.workers.signals import handled_by
 
 # a lost host is detected later than the connections that it closed
 _PATIENCE_SECONDS = protocol.LOST_SECONDS + 2.0

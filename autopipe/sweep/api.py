@@ -13,10 +13,10 @@ from autopipe.commands.locks import only_one
 from autopipe.commands.settings import WORK_DIRECTORY, Events, StopEvent, ignore_event
 from autopipe.commands.user_imports import refuse_unguarded
 from autopipe.errors import RunError
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.report.results import SweepResult, SweepRow, Timetable
 from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, parse_devices, parse_jobs_per_device, read_sweep
+from autopipe.workers.signals import StopRequest
 
 if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from autopipe.errors import RunError
-from autopipe.launch.rank.signals import stop_signals_blocked
+from autopipe.workers.signals import stop_signals_blocked
 
 FORK_SERVER: Any = forkserver._forkserver  # it has no public name
 # for a killed process to end: its GPU's driver releases the memory first

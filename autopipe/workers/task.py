@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.workers.errors import described
 from autopipe.workers.parent_death import allow_children, die_with_parent
+from autopipe.workers.signals import leave_signals_to_supervisor
 
 
 class Link:

@@ -59,10 +59,11 @@ MAY_IMPORT = {
     "runtime": _RUN,
     "reference": set(),
     "verify": {*_RUN, "reference"},
-    "launch": {*_RUN, "report"},
-    "script": {*_RUN, "launch"},
-    "commands": {*_RUN, "options", "report", "verify", "launch", "script"},
-    "sweep": {*_RUN, "options", "report", "verify", "launch", "commands"},
+    "workers": {"errors", "workload"},
+    "launch": {*_RUN, "report", "workers"},
+    "script": {*_RUN, "launch", "workers"},
+    "commands": {*_RUN, "options", "report", "verify", "workers", "launch", "script"},
+    "sweep": {*_RUN, "options", "report", "verify", "workers", "launch", "commands"},
     "pipeline": {"errors", "options", "commands", "report"},
 }
 

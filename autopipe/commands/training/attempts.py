@@ -34,7 +34,6 @@ from autopipe.commands.training.listener import Listener
 from autopipe.errors import AuditError, AutopipeError, PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
 from autopipe.launch.remote.rendezvous import Rendezvous
@@ -51,6 +50,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.schedules import REGISTRY
 from autopipe.units import as_size_option
 from autopipe.workers.fork_server import end_fork_server
+from autopipe.workers.signals import StopRequest
 from autopipe.workload.target.targets import elsewhere
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]

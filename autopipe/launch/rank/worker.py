@@ -32,7 +32,6 @@ from autopipe.launch.rank.devices import apply_settings, choose_gpu
 from autopipe.launch.rank.graceful_stop import may_begin
 from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
-from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
 from autopipe.runtime.context import RunContext
@@ -45,6 +44,7 @@ from autopipe.runtime.transport.communicators import Communicators
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
 from autopipe.workers.parent_death import allow_children, die_with_parent
+from autopipe.workers.signals import leave_signals_to_supervisor
 
 # ``Spent``: what a rank spent its time on, from the activities that it reports anyway.
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from autopipe import __version__
 from autopipe.errors import RunError
-from autopipe.launch.rank.signals import ENDING, STOPPING, ignore_stop_signals
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.workers.fork_server import preload
+from autopipe.workers.signals import ENDING, STOPPING, ignore_stop_signals
 
 RETRY_SECONDS = 0.2
 LEAVE_SECONDS = 5.0

@@ -12,9 +12,9 @@ from autopipe.ir import decoding
 from autopipe.ir.schedule import Instruction
 from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.connections import Connections, Lost
+from autopipe.workers.signals import StopRequest
 
 # The fields of the events that ranks report. An event of another host is compared with them before it is used.
 

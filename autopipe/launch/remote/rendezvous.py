@@ -27,7 +27,6 @@ from typing import Any
 from autopipe import __version__
 from autopipe.errors import RunError, counted
 from autopipe.launch.rank.forked import ForkedRanks
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.remote import network, protocol
 from autopipe.launch.remote.connections import Connections, Lost
 from autopipe.launch.remote.identity import RankIdentity
@@ -35,6 +34,7 @@ from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.remote.remote_ranks import RemoteRanks
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.launch.request import LaunchRequest, WorkerSpec
+from autopipe.workers.signals import StopRequest
 
 # how long rank 0 waits for the other processes to exit
 LEAVE_SECONDS = 3.0

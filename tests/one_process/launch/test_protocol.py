@@ -20,7 +20,6 @@ from autopipe.errors import WorkerError
 from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.rank.worker import describe
 from autopipe.launch.remote import protocol
 from autopipe.launch.remote.connections import Connections, Lost
@@ -28,6 +27,7 @@ from autopipe.launch.remote.remote_ranks import FIELDS, RemoteRanks, problem
 from autopipe.launch.request import WorkerSpec
 from autopipe.report.results import StagePeak
 from autopipe.runtime.batches.source import OTHER_DATA
+from autopipe.workers.signals import StopRequest
 
 SPEC = WorkerSpec(
     run="/run", rank=1, world_size=2, store="", heartbeats="", body="train", timeout_seconds=60.0, host="h1"

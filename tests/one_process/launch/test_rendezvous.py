@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from autopipe import __version__
 from autopipe.errors import AutopipeError, RunError, WorkerError
-from autopipe.launch.rank.signals import STOPPING, StopRequest
 from autopipe.launch.remote import network
 from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.peer import connect, follow
@@ -25,6 +24,7 @@ from autopipe.launch.remote.protocol import End, Event, Finish, Message, Signale
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.launch.request import WorkerSpec
+from autopipe.workers.signals import STOPPING, StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 
 from autopipe.launch.rank.graceful_stop import Agreement, may_begin
 from autopipe.launch.rank.heartbeat import Beat, Heartbeats
-from autopipe.launch.rank.signals import StopRequest
+from autopipe.workers.signals import StopRequest
 
 
 @pytest.fixture

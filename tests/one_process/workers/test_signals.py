@@ -14,9 +14,9 @@ import pytest
 
 from autopipe.errors import RunError, WorkerError
 from autopipe.launch.rank.forked import ForkedRanks
-from autopipe.launch.rank.signals import STOPPING, StopRequest, stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
 from autopipe.workers import fork_server
+from autopipe.workers.signals import STOPPING, StopRequest, stop_signals_blocked
 
 DEAF = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 
