@@ -32,18 +32,18 @@ def mb_swapped(of: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-@damages("runtime.batches.recordings", "Recordings.microbatches")
-def target_rolled(microbatches: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
-    """Give the first microbatch the targets of another sample."""
+@damages("runtime.batches.readers", "OneReads._minibatch")
+def target_rolled(receive: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+    """Give the first microbatch the targets of another sample, in a rank that receives them."""
 
-    def damaged(self: Any, item: Any, placement: Any, *, training: bool = True) -> Any:
-        parts = microbatches(self, item, placement, training=training)
-        if training:
+    def damaged(self: Any, header: Any) -> Any:
+        minibatch = receive(self, header)
+        if self.training:
             ran()
-            *_, name = parts[0].leaves
-            leaves = {**parts[0].leaves, name: parts[0].leaves[name].roll(1, 0)}
-            parts[0] = with_fields(parts[0], leaves=leaves)
-        return parts
+            first = minibatch.parts[0]
+            *_, name = first.leaves
+            minibatch.parts[0] = with_fields(first, leaves={**first.leaves, name: first.leaves[name].roll(1, 0)})
+        return minibatch
 
     return damaged
 

@@ -73,7 +73,10 @@ def split_targets(split: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
         parts = split(self, item, num_microbatches)
         if len(parts) > 1 and parts[0][1].shape == parts[1][1].shape:
             ran()
-            parts[:2] = [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1])]
+            (_, first), (_, second) = parts[:2]  # views of the minibatch, which other ranks may receive as a whole
+            own = first.clone()
+            first.copy_(second)
+            second.copy_(own)
         return parts
 
     return damaged
