@@ -1,1 +1,1 @@
-"""Functions for another process, as ``commands.apart`` runs them."""
+"""Functions for another process, as commands runs them."""

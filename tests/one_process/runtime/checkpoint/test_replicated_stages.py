@@ -13,7 +13,7 @@ from support.schedule_cases import laid_out
 
 from autopipe.commands.exporting import export
 from autopipe.commands.settings import ExportSettings
-from autopipe.commands.training.resuming import chosen, newest_intact
+from autopipe.commands.training.checkpoints import chosen, newest_intact
 from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
