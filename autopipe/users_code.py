@@ -7,10 +7,10 @@ defines the TARGET. A package that is installed with ``pip install -e`` lies els
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def path_in_packages(filename: str) -> str:
 @functools.cache
 def _folders() -> dict[str, tuple[str, ...]]:
     """Return the folders of each library that is known by its place. A folder may be a link."""
-    torch = importlib.util.find_spec("torch")
+    torch = PathFinder.find_spec("torch")  # no other finder: one may ask for the owner of what it finds
     folders = {
         AUTOPIPE: [str(Path(__file__).parent)],
         TORCH: [str(Path(torch.origin).parent)] if torch is not None and torch.origin else [],

@@ -1,4 +1,6 @@
 import contextlib
+import importlib.util
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,7 +12,7 @@ import autopipe
 from autopipe import users_code
 from autopipe.users_code import AUTOPIPE, PYTHON, TORCH
 
-TORCHS = str(Path(users_code.importlib.util.find_spec("torch").origin).parent / "functional.py")
+TORCHS = str(Path(importlib.util.find_spec("torch").origin).parent / "functional.py")
 OWNERS = {
     "/env/lib/python3.11/site-packages/einops/_backends.py": "einops",
     "/usr/lib/python3/dist-packages/six.py": "six.py",
@@ -65,3 +67,20 @@ def test_any_object_may_stand_for_a_module(monkeypatch):
 def test_a_module_of_a_model_is_of_the_user_or_of_a_model_library():
     names = ("__main__", "model", "transformers.models", "torch.nn", "numpy", "autopipe.ir", "builtins", "os.path")
     assert [name for name in names if users_code.is_model_module(name)] == ["__main__", "model", "transformers.models"]
+
+
+def test_a_finder_may_ask_for_the_owner_of_what_it_finds() -> None:
+    text = """
+import sys
+from autopipe.users_code import TORCH, library_of
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        library_of(f"/{name}.py")
+
+sys.meta_path.insert(0, Finder())
+import torch.version
+assert library_of(torch.version.__file__) == TORCH
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
