@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
+from autopipe.commands import option_values
 from autopipe.commands import options as settings_of
-from autopipe.commands import values
 from autopipe.commands.settings import WORK_DIRECTORY, ignore_event
 from autopipe.errors import RunError
 from autopipe.options import commands as table
@@ -64,7 +64,7 @@ def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concaten
         from autopipe.commands.user_imports import USER_IMPORTS
 
         options = self.options | {name: value for name, value in kwargs.items() if value is not None}
-        files = tuple(str(options.get(name)) for name in ("work_dir", *values.TARGETS))
+        files = tuple(str(options.get(name)) for name in ("work_dir", *option_values.TARGETS))
         with USER_IMPORTS.command((self.target, Path.cwd(), files)):
             return method(self, *args, **kwargs)
 
@@ -87,8 +87,8 @@ class Pipeline:
     """
 
     def __init__(self, target: table.Target | None = None, /, **options: Unpack[table.PipelineOptions]) -> None:
-        self.target = None if target is None else values.target_text(target, "target")
-        self.options = values.parsed(options, table.PipelineOptions)
+        self.target = None if target is None else option_values.target_text(target, "target")
+        self.options = option_values.parsed(options, table.PipelineOptions)
         self._last_run: Path | None = None
 
     def __repr__(self) -> str:
@@ -108,11 +108,11 @@ class Pipeline:
 
         ``estimate``: count operations and bytes only, without timing and without memory for the weights.
         """
-        from autopipe.commands import steps
+        from autopipe.commands import artifact_steps
 
         given = self._merged(options, table.ProfileOptions) | {"estimate": estimate}
         settings = settings_of.profile_settings(self.target, given)
-        return steps.profile(settings, on_progress, given.get("batch_size"))
+        return artifact_steps.profile(settings, on_progress, given.get("batch_size"))
 
     @_command
     def plan(
@@ -123,17 +123,17 @@ class Pipeline:
         **options: Unpack[table.PlanOptions],
     ) -> PlanResult:
         """Cut the model into stages and write plan.json. ``explain``: also return the reasons for each cut."""
-        from autopipe.commands import steps
+        from autopipe.commands import artifact_steps
 
         settings = settings_of.plan_settings(self.target, self._merged(options, table.PlanOptions))
-        return steps.plan(settings, on_progress, explained=explain)
+        return artifact_steps.plan(settings, on_progress, explained=explain)
 
     @_command
     def generate(self, *, on_progress: Progress | None = None) -> GenerateResult:
         """Write the stages of the stored plan as Python files."""
-        from autopipe.commands import steps
+        from autopipe.commands import artifact_steps
 
-        return steps.generate(self._work_dir(), on_progress)
+        return artifact_steps.generate(self._work_dir(), on_progress)
 
     @_guarded
     def simulate(
@@ -142,7 +142,7 @@ class Pipeline:
         """Simulate the stored plan without running it, and write timeline.json."""
         from autopipe.commands.planning import simulating
 
-        given = values.parsed(options, table.SimulateOptions)
+        given = option_values.parsed(options, table.SimulateOptions)
         schedule = given.get("schedule")
         return simulating.simulate(
             given.get("work_dir") or self._work_dir(),
@@ -263,7 +263,7 @@ class Pipeline:
         """
         from autopipe.commands.training import runs
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, table.EvaluateOptions)
+        given = {"work_dir": self._work_dir()} | option_values.parsed(options, table.EvaluateOptions)
         return runs.evaluate(settings_of.evaluate_settings(self._run(run), given), on_event)
 
     @_command
@@ -276,7 +276,7 @@ class Pipeline:
         """
         from autopipe.commands.training import runs
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, table.ExportOptions)
+        given = {"work_dir": self._work_dir()} | option_values.parsed(options, table.ExportOptions)
         return runs.export(settings_of.export_settings(Path(output), self._run(run), given))
 
     @_guarded
@@ -296,7 +296,7 @@ class Pipeline:
         from autopipe.commands.reporting import report
         from autopipe.commands.settings import ReportSettings
 
-        given = {"work_dir": self._work_dir()} | values.parsed(options, table.WorkOptions)
+        given = {"work_dir": self._work_dir()} | option_values.parsed(options, table.WorkOptions)
         subject = self._last_run if run is None else run
         name = None if subject is None else str(subject)
         return report(ReportSettings(Path(output), run=name, work_dir=Path(given["work_dir"])), on_progress)
@@ -325,7 +325,7 @@ class Pipeline:
         """Return the options of a call: its own, and those of the pipeline that the method accepts."""
         known = table.options_of(kind)
         shared = {name: value for name, value in self.options.items() if name in known}
-        merged = shared | values.parsed(options, kind)
+        merged = shared | option_values.parsed(options, kind)
         while (pair := table.exclusive_pair(known, merged)) is not None:  # keep the option of the call, drop the other
             merged.pop(next(name for name in pair if options.get(name) is None))
         return merged

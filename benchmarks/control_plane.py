@@ -27,8 +27,8 @@ from autopipe import __version__
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.remote import network, protocol
 from autopipe.launch.remote.connections import Connections
-from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.peer import connect
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
 from autopipe.launch.remote.remote_ranks import RemoteRanks
 from autopipe.launch.remote.rendezvous import PATIENCE_SECONDS, Rendezvous

@@ -15,8 +15,8 @@ from torch import nn
 
 from autopipe.ir.schedule import COPIES, Op, ScheduleSpec
 from autopipe.runtime.spilling.copies import Pair, ThreadLane
-from autopipe.runtime.spilling.part import SpilledPart
 from autopipe.runtime.spilling.spiller import Spiller
+from autopipe.runtime.spilling.stage_memory import SpilledPart
 from autopipe.schedules import make
 
 STAGES, MICROBATCHES, MINIBATCHES = 12, 4, 3

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from autopipe.commands import values
+from autopipe.commands import option_values
 from autopipe.errors import AutopipeError
 from autopipe.options.commands import PipelineOptions, exclusive_pair, given, options_of
 from autopipe.options.table import OPTIONS, Option, flag_of
@@ -26,7 +26,7 @@ FEW = 10
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
-    """A value that ``values.from_text`` reads; its ValueError becomes a usage error."""
+    """A value that ``option_values.from_text`` reads; its ValueError becomes a usage error."""
 
     name = "value"
 
@@ -38,7 +38,7 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         if not isinstance(value, (str, int, float)):
             return value
         try:
-            return values.from_text(self.option_name, self.option, str(value))
+            return option_values.from_text(self.option_name, self.option, str(value))
         except (ValueError, AutopipeError) as error:
             self.fail(str(error), param, ctx)
 
@@ -46,7 +46,7 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         """Complete a name."""
         from click.shell_completion import CompletionItem
 
-        return [CompletionItem(name) for name in values.choices(self.option) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in option_values.choices(self.option) if name.startswith(incomplete)]
 
 
 class TableOption(click.Option):
@@ -190,7 +190,7 @@ def of(command: type) -> Callable[[Function], Function]:
 
 
 def _decorator(name: str, option: Option) -> Callable[[Any], Any]:
-    kind, flags = values.KINDS[option.kind], option.flags or (flag_of(name),)
+    kind, flags = option_values.KINDS[option.kind], option.flags or (flag_of(name),)
     how: dict[str, Any] = {} if option.default is None else {"default": option.default}
     if option.kind == "switch" and option.negatable:
         flags, how["default"] = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}",), option.default
@@ -198,7 +198,7 @@ def _decorator(name: str, option: Option) -> Callable[[Any], Any]:
         how["is_flag"] = True
     else:
         how["type"] = _PATHS[option.kind](option.exists) if option.kind in _PATHS else Value(name, option)
-        names = () if option.kind == "schedule" else values.choices(option)  # too many to show
+        names = () if option.kind == "schedule" else option_values.choices(option)  # too many to show
         how["metavar"] = option.metavar or (f"[{'|'.join(names)}]" if names else kind.metavar)
     extras = [] if option.default is None else [f"default: {name if option.default is True else option.default}"]
     extras += _range(option)

@@ -1,7 +1,7 @@
 """Stage code for evaluation, for models whose graph differs in evaluation mode.
 
 If only arguments differ (dropout's probability), the stage files hold both. If the calls differ (drop-path, layerdrop),
-the model is captured a second time, in evaluation mode, and cut like the plan; see ``runtime.batches.recordings``.
+the model is captured a second time, in evaluation mode, and cut like the plan; see ``runtime.batches.graph_variants``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
+from autopipe.runtime.batches.graph_variants import EVALUATION
 from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.batches.new_recording import write_recording
-from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.trace import capture
 from autopipe.workload import Workload
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autopipe.commands.option_values import NEWEST
 from autopipe.commands.settings import (
     AUTO_TEAM,
     CheckSettings,
@@ -20,7 +21,6 @@ from autopipe.commands.settings import (
     ProfileSettings,
     TrainSettings,
 )
-from autopipe.commands.values import NEWEST
 from autopipe.launch.request import LaunchSettings
 
 S = TypeVar("S")

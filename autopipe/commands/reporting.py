@@ -15,8 +15,8 @@ from autopipe.commands.settings import Progress, ReportSettings
 from autopipe.commands.store import PlanRecord, Store, Work, profile_digest
 from autopipe.errors import ArtifactError, RunError, counted
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.plan import Plan
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation

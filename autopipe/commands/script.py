@@ -11,7 +11,7 @@ from autopipe.commands.training.submission import in_an_allocation
 from autopipe.errors import RunError
 from autopipe.launch import slurm
 from autopipe.launch.request import LaunchSettings
-from autopipe.script.places import Places, keep_alive
+from autopipe.script.rank_locations import Places, keep_alive
 from autopipe.script.runner import INTERRUPTED, end_by_interrupt, run_script
 
 __all__ = ["INTERRUPTED", "end_by_interrupt", "run", "srun"]
@@ -70,7 +70,7 @@ def _among_ranks(launch: LaunchSettings, stages: int | None, timeout: float) -> 
     """Return the places of the processes that a cluster has started; in that of another rank than 0, serve as it."""
     from autopipe.launch import env
     from autopipe.launch.remote import peer
-    from autopipe.launch.remote.identity import read_identity, variables
+    from autopipe.launch.remote.rank_environment import read_identity, variables
 
     identity = read_identity(os.environ)
     env.refuse_other_number(identity, stages)

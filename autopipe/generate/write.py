@@ -20,9 +20,9 @@ from autopipe.generate.parts import Captured, CapturedDivisor, Part, divide
 from autopipe.generate.source import last_use, names_of, stage_text
 from autopipe.generate.statements import statements
 from autopipe.generate.targets import Imports
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.artifact import write_text
 from autopipe.ir.plan import Plan
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 
 # Write ``divisor.py`` next to the stage files: the divisor of the loss, if it is not the number of samples.
 

@@ -182,7 +182,7 @@ class Prediction:
 class Plan:
     """A complete plan. Stages partition the nodes, boundaries go forward, and every parameter is in a stage.
 
-    ``ir.agreement`` checks what depends on the graph as well.
+    ``ir.plan_fits_graph`` checks what depends on the graph as well.
 
     Raises: ValueError if its parts contradict one another.
     """

@@ -20,8 +20,8 @@ import psutil
 
 from autopipe.errors import RunError, counted
 from autopipe.launch.remote import network, peer
-from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.protocol import GATHER_SECONDS
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import HostCommand, LaunchRequest, LaunchSettings
 from autopipe.launch.supervisor import Supervisor

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.runtime.job import RunDirectory
 from autopipe.workers.signals import StopRequest
 

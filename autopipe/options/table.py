@@ -13,7 +13,7 @@ class Option:
 
     help: str
     _: KW_ONLY
-    kind: str = ""  # a key of ``commands.values.KINDS``; "": the type decides
+    kind: str = ""  # a key of ``commands.option_values.KINDS``; "": the type decides
     common: bool = False  # ``--help`` shows it
     metavar: str = ""  # "": that of the kind
     default: Any = None  # on the command line; None: not given

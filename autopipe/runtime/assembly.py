@@ -25,8 +25,8 @@ from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.spans import span_recorder
-from autopipe.runtime.spilling.books import DeviceBooks
 from autopipe.runtime.spilling.build import build_spiller
+from autopipe.runtime.spilling.memory_ledger import DeviceBooks
 from autopipe.runtime.spilling.token import token_of
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.agreement import Agreement

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopipe.errors import PlanError
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.graph import Graph
 from autopipe.ir.messages import Channel, MessagePlan, channels, moving_ties
 from autopipe.ir.plan import Plan, Stage
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules import make
 

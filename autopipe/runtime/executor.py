@@ -24,7 +24,7 @@ from autopipe.runtime.first_kernels import FirstKernels
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.program import Step, overlapping_backwards
 from autopipe.runtime.spans import SpanRecorder
-from autopipe.runtime.spilling.books import DeviceBooks
+from autopipe.runtime.spilling.memory_ledger import DeviceBooks
 from autopipe.runtime.spilling.spiller import Spiller
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.stepper import Stepper

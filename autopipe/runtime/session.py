@@ -20,9 +20,9 @@ from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.batches.from_loop import read_from_loop
+from autopipe.runtime.batches.graph_variants import GraphVariants
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
-from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
@@ -35,14 +35,14 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.minibatch_groups import Window, Windows
 from autopipe.runtime.rows import RankRows
 from autopipe.runtime.spilling.build import steps_late
 from autopipe.runtime.step.gradients import GradientHook
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 from autopipe.runtime.training_state.stage import set_rate
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.transport.teams import TeamTransport
-from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY
 from autopipe.schedules.spilling.spill import LATE
 from autopipe.workload import Workload
@@ -69,7 +69,7 @@ class RankSession:
     items: Callable[[int], Iterator[Any]] | None = None
     _rows: RankRows = field(init=False)
     _saver: Saver = field(init=False)
-    _recordings: Recordings = field(init=False)
+    _recordings: GraphVariants = field(init=False)
     _audits: AuditWriter = field(init=False)
     _placement: Placement = field(init=False)
 
@@ -83,7 +83,7 @@ class RankSession:
         run, workload, runners = self.run, self.workload, self.executor.runners
         self._audits = AuditWriter(run.path, self.job.audits, self._saver, self.reporter)
         self._placement = Placement(self.device)
-        self._recordings = Recordings(run, self.job, self.context, workload, self.transport, self.reporter, runners)
+        self._recordings = GraphVariants(run, self.job, self.context, workload, self.transport, self.reporter, runners)
 
     @staticmethod
     def start(

@@ -41,7 +41,7 @@ from torch import nn
 from autopipe.errors import InternalError
 from autopipe.ir.messages import tied
 from autopipe.runtime.casts import StageCasts
-from autopipe.runtime.received import readable
+from autopipe.runtime.leaf_alias import readable
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.runtime.step.scaler import LossScaler

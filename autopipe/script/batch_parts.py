@@ -19,8 +19,8 @@ from autopipe.script.calls.effects import silent
 from autopipe.script.calls.fingerprint import fingerprint
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
-from autopipe.script.notes import prediction
 from autopipe.script.refusals import refused
+from autopipe.script.run_summary import prediction
 from autopipe.script.state.remote import plain
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from autopipe.script.calls.randomness import Randomness
 from autopipe.script.devices import CPU, device_of, kind_of
 from autopipe.script.holders import Holders
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
-from autopipe.script.notes import Notes
-from autopipe.script.places import Places, files_of
+from autopipe.script.rank_locations import Places, files_of
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
+from autopipe.script.run_summary import Notes
 from autopipe.script.settings import Regions, autocast_now, settings_now
 from autopipe.script.state import parking, remote
 from autopipe.script.state.remote import plain

@@ -19,12 +19,12 @@ from autopipe.script import lazy, wrappers
 from autopipe.script.batch_parts import Parts
 from autopipe.script.check.reference import Reference
 from autopipe.script.check.second import Second
-from autopipe.script.choosing import Choice, explain
 from autopipe.script.controller import Controller
 from autopipe.script.lazy import Lazy
-from autopipe.script.notes import Notes
-from autopipe.script.places import Places
+from autopipe.script.model_detection import Choice, explain
+from autopipe.script.rank_locations import Places
 from autopipe.script.refusals import RefusedError, refused
+from autopipe.script.run_summary import Notes
 from autopipe.script.state import parked, parking, remote, scaler
 from autopipe.script.state.optimizers import Copies, check, modules_of
 from autopipe.script.state.parked import ParkedParameter, ParkedTensor

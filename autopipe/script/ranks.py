@@ -22,8 +22,8 @@ import torch
 from autopipe.errors import WorkerError
 from autopipe.launch.remote import network
 from autopipe.script.devices import CPU
-from autopipe.script.places import Connection, Places
 from autopipe.script.rank.serve import FILE, LISTEN, LOSES, LOST
+from autopipe.script.rank_locations import Connection, Places
 from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire

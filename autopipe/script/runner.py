@@ -18,10 +18,10 @@ from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.generate.loader import run_text
 from autopipe.script import patches as patching
 from autopipe.script import refusals
-from autopipe.script.notes import Notes
 from autopipe.script.patches import Patches
-from autopipe.script.places import Places
 from autopipe.script.rank.server import RankServer
+from autopipe.script.rank_locations import Places
+from autopipe.script.run_summary import Notes
 from autopipe.users_code import AUTOPIPE, TORCH, library_of
 
 # Execute the text of a script as python would, and report how it ended.

@@ -89,8 +89,8 @@ def _begun(
     file = read_sweep(Path(path))
     wanted = file.devices if devices is None else parse_devices(devices)
     places = file.jobs_per_device if jobs_per_device is None else parse_jobs_per_device(jobs_per_device)
-    from autopipe.sweep.board import Board
     from autopipe.sweep.devices import find_devices
+    from autopipe.sweep.job_table import Board
     from autopipe.sweep.sharing import places_wanted
     from autopipe.sweep.supervisor import Supervisor
     from autopipe.workers.fork_server import preload
@@ -101,7 +101,7 @@ def _begun(
     with only_one(folder.path, "runs a sweep"):
         begun = state.begin(folder, file, resume=resume)
         places = places_wanted(begun.jobs_per_device, places)
-        preload(("autopipe.sweep.child",))  # what the processes run: an import of a second
+        preload(("autopipe.sweep.job_process",))  # what the processes run: an import of a second
         board = Board.of(file, folder, begun.jobs)
         with requested.on_signals() if stop is None else contextlib.nullcontext():
             events = on_event or ignore_event

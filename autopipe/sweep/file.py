@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.commands import values
+from autopipe.commands import option_values
 from autopipe.errors import AutopipeError, RunError, counted, unknown_choice
 from autopipe.ir import artifact
 from autopipe.options import commands as table
@@ -284,10 +284,10 @@ class _Reader:
             value = str(self._folder / value)
             if not Path(value).exists():
                 self._refuse(place, f"there is no {value}", "paths are relative to the folder of the sweep file")
-        if option in values.TARGETS and isinstance(value, str):
+        if option in option_values.TARGETS and isinstance(value, str):
             value = self._anchored(place, value)
         try:
-            values.parsed(nested({option: value}), table.TrainOptions)
+            option_values.parsed(nested({option: value}), table.TrainOptions)
         except (ValueError, TypeError) as error:
             self._refuse(place, str(error))
         except AutopipeError as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from autopipe.errors import RunError
 from autopipe.report.text import in_minutes
-from autopipe.sweep.board import Board, Entry
 from autopipe.sweep.file import AUTO
+from autopipe.sweep.job_table import Board, Entry
 from autopipe.sweep.simulator import ModelJob, bound, makespan, most_places, simulate
 from autopipe.sweep.token_keeper import TokenKeeper
 

@@ -23,11 +23,11 @@ from autopipe.errors import AutopipeError, InternalError, WorkerError
 from autopipe.ir import artifact
 from autopipe.report.results import SweepEvent
 from autopipe.sweep import state
-from autopipe.sweep.board import Board, Entry
-from autopipe.sweep.child import LeaseTask, PrepareTask, prepare_jobs, train_lease
 from autopipe.sweep.devices import Devices
 from autopipe.sweep.file import SweepFile
 from autopipe.sweep.halving import best
+from autopipe.sweep.job_process import LeaseTask, PrepareTask, prepare_jobs, train_lease
+from autopipe.sweep.job_table import Board, Entry
 from autopipe.sweep.leases import assign
 from autopipe.sweep.sharing import Sharing
 from autopipe.sweep.structures import Structure, as_text

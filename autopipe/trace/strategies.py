@@ -34,8 +34,8 @@ from autopipe.trace.record.follow import Followed, Forward, follow
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Arguments, Capture, evaluation_arguments
 from autopipe.trace.sizes.align import GraphsDiffer, LiveComparison, aligned
-from autopipe.trace.sizes.fit import Fit
 from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, sizes_of, spread
+from autopipe.trace.sizes.symbolic_sizes import SymbolicSizes
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.batches.items import shapes
@@ -179,7 +179,7 @@ def two_shapes(strategies: CaptureStrategies, recording: Followed | TraceError) 
     return _from_fit(strategies, fit, recording, LENGTHS if fit.narrow.lengths else QUICK)
 
 
-def _from_fit(strategies: CaptureStrategies, fit: Fit, narrow: Followed, method: str) -> Capture:
+def _from_fit(strategies: CaptureStrategies, fit: SymbolicSizes, narrow: Followed, method: str) -> Capture:
     """Return the capture of two recordings. ``narrow``: the first of them, as it was recorded."""
     raw = recorded_arguments(narrow)
     lengths = tuple(zip(narrow.lengths, narrow.sizes[1:], strict=True)) if narrow.lengths else ()
@@ -251,7 +251,7 @@ def recorded_arguments(followed: Followed) -> dict[fx.Node, Arguments]:
     return {node: (node.args, dict(node.kwargs)) for node in followed.graph.nodes}
 
 
-def _fit_observed(strategies: CaptureStrategies) -> Fit | None:
+def _fit_observed(strategies: CaptureStrategies) -> SymbolicSizes | None:
     """Return the fit of two recordings at other sizes than those of the data, or None if no two recordings fit."""
     if not strategies.observed or not strategies.lengths:
         return None
@@ -261,13 +261,13 @@ def _fit_observed(strategies: CaptureStrategies) -> Fit | None:
             narrow = strategies.record(batch=batch, lengths=tuple(zip(strategies.lengths, small, strict=True)))
             given = tuple(zip(strategies.lengths, large, strict=True))
             many = batch if fixed else _many(strategies)
-            return Fit(narrow, strategies.record(batch=many, lengths=given, most=len(narrow.calls)))
+            return SymbolicSizes(narrow, strategies.record(batch=many, lengths=given, most=len(narrow.calls)))
         except (GraphsDiffer, TraceError) as failure:
             logger.info("the sizes in which batches differ stay fixed: %s", failure)
     return None
 
 
-def _fit(strategies: CaptureStrategies, narrow: Followed) -> Fit | None:
+def _fit(strategies: CaptureStrategies, narrow: Followed) -> SymbolicSizes | None:
     """Return the fit of a second recording, with other lengths if possible, or None if no second recording fits."""
     lengths = () if strategies.observed else strategies.lengths
     taken = sizes_of(strategies.model) | other_sizes(strategies.workload, strategies.item)
@@ -281,7 +281,7 @@ def _fit(strategies: CaptureStrategies, narrow: Followed) -> Fit | None:
             free = dataclasses.replace(
                 narrow, sizes=(strategies.batch, *(length.size for length in lengths)), lengths=lengths
             )
-            return Fit(free, wide)
+            return SymbolicSizes(free, wide)
         except GraphsDiffer as difference:
             failures.append(difference)
             break  # the recording succeeded and differs; a shorter length would differ as well
@@ -290,7 +290,7 @@ def _fit(strategies: CaptureStrategies, narrow: Followed) -> Fit | None:
             if error.what == MORE_CALLS:
                 break  # a loop over the sequence
     try:
-        return Fit(narrow, strategies.record(batch=many))
+        return SymbolicSizes(narrow, strategies.record(batch=many))
     except (GraphsDiffer, TraceError) as failure:
         logger.info("two batch sizes do not fit one graph (%s); recording with a symbolic batch size", failure)
         return None

@@ -19,10 +19,10 @@ from autopipe.runtime.events import Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.step.gradients import GradientHook
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 from autopipe.runtime.training_state.unread import is_unread
 from autopipe.runtime.transport.threads import run_in_threads
-from autopipe.trace.axes.combined import joined as joined_parts
+from autopipe.trace.axes.sums_over_members import joined as joined_parts
 from autopipe.verify.inputs import parts_of
 from autopipe.workload import Workload
 

@@ -20,7 +20,7 @@ from autopipe.draws import seed_recurrent_layers
 from autopipe.reference.seeded_draws import Draws
 from autopipe.reference.training_loop import Loss, TrainingLoop
 from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 from autopipe.verify.deferred import OwnStatistics
 from autopipe.verify.inputs import factors_of, parts_of, samples_of
 from autopipe.verify.order import Key, ReplicaBuffers, SumOrder

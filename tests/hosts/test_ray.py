@@ -13,7 +13,7 @@ import pytest
 from support.hosts.launches import AUTOPIPE, STEPS, environment, free_port, weights
 
 from autopipe.launch.ray_cluster import contracts
-from autopipe.launch.remote.identity import read_identity
+from autopipe.launch.remote.rank_environment import read_identity
 
 with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopipe
-from autopipe.commands import steps
+from autopipe.commands import artifact_steps
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings
 from autopipe.commands.training import runs
 from autopipe.launch.request import Host
@@ -40,7 +40,7 @@ def local_function():
 @pytest.fixture
 def planned(monkeypatch):
     seen = []
-    monkeypatch.setattr(steps, "plan", lambda settings, progress, explained: seen.append(settings))
+    monkeypatch.setattr(artifact_steps, "plan", lambda settings, progress, explained: seen.append(settings))
     return seen
 
 

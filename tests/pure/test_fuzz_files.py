@@ -17,11 +17,11 @@ from support.planning_cases import CLUSTER_FILE, cluster_of, profile_of, random_
 from autopipe.commands.store import PlanRecord, profile_digest
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Links
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.clusters import parse_cluster, read_cluster

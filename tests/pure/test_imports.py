@@ -275,7 +275,7 @@ def test_the_command_line_imports_torch_only_when_a_command_runs():
         "numpy",
         "pandas",
         "rich",
-        "autopipe.commands.steps",
+        "autopipe.commands.artifact_steps",
         "autopipe.commands.training.runs",
         "autopipe.schedules",
     )

@@ -27,7 +27,7 @@ from autopipe.ir.schedule import Instruction, Op
 from autopipe.launch import env
 from autopipe.launch.rank.cpu_tuning import keep_freed_memory
 from autopipe.launch.remote import network
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.request import LOOPBACK, LaunchSettings
 from autopipe.runtime.checkpoint.host_buffer import HostBuffer
 from autopipe.runtime.spilling.copies import lane_of

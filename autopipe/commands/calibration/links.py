@@ -12,7 +12,7 @@ from autopipe.commands.settings import Progress
 from autopipe.commands.store import Work
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
-from autopipe.launch.remote.identity import on_two_hosts
+from autopipe.launch.remote.rank_environment import on_two_hosts
 from autopipe.launch.request import LaunchSettings
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autopipe import __version__
+from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
@@ -23,7 +24,6 @@ from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.locks import only_one
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
-from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered, first_minibatches, refuse_changed_data
 from autopipe.commands.users_files import digest_of_file, users_files, versions
@@ -32,7 +32,7 @@ from autopipe.ir import artifact
 from autopipe.ir.artifact import digest
 from autopipe.planning.cost.predict import RunCosts
 from autopipe.report.results import CheckReport, ParameterError
-from autopipe.runtime.batches.recordings import EVALUATION
+from autopipe.runtime.batches.graph_variants import EVALUATION
 from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory

@@ -12,7 +12,7 @@ from autopipe.errors import RunError
 from autopipe.generate import load_divisor
 from autopipe.ir.microbatch_loss import COUPLED
 from autopipe.report.results import FullBatchParameter, FullBatchReport
-from autopipe.runtime.step.shares import divisors_of, divisors_of_parts
+from autopipe.runtime.step.loss_weights import divisors_of, divisors_of_parts
 from autopipe.trace.loss.coupling import normalised_layers
 from autopipe.verify.full_batch import FullBatch, full_batch
 from autopipe.verify.inputs import factors_of, parts_of, samples_of

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.locks import only_one
 from autopipe.commands.plain.script import DivisorText, PlainLoop, script
 from autopipe.commands.settings import ModelSettings, PlainScriptSettings, Progress
-from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Store
 from autopipe.commands.stored_runs import model_of
 from autopipe.commands.trusted_code import untrusted_stages

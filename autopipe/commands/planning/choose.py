@@ -15,9 +15,9 @@ from autopipe.commands.settings import PlanSettings, Progress
 from autopipe.commands.store import PlanRecord, Work, profile_digest
 from autopipe.errors import DoesNotFitError, PlanError, RunError, counted
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.profile import COUNTED, Profile
 from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan

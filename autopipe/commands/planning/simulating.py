@@ -21,8 +21,8 @@ from autopipe.commands.settings import (
 from autopipe.commands.store import Work
 from autopipe.errors import PlanError, counted
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
 from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
 from autopipe.planning.requests import PlanRequest, schedule_flag

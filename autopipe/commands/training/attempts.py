@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check_first, write_run
 from autopipe.commands.inspecting import history
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Store
 from autopipe.commands.training.checkpoints import lacking_version, newest_intact
 from autopipe.commands.training.listener import Listener

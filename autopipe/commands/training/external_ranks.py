@@ -13,7 +13,7 @@ from autopipe.commands.settings import TrainSettings
 from autopipe.commands.store import Store
 from autopipe.launch.registry import commands
 from autopipe.launch.remote.hosts import total_slots
-from autopipe.launch.remote.identity import RankIdentity, read_identity
+from autopipe.launch.remote.rank_environment import RankIdentity, read_identity
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import HostCommand, LaunchRequest
 from autopipe.runtime.job import RunDirectory

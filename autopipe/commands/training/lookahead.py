@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from autopipe.bits import same_bits
+from autopipe.commands.artifact_steps import batch_size_of
 from autopipe.commands.planning.choose import choose_plan
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Progress
-from autopipe.commands.steps import batch_size_of
 from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, PlanError, RunError
 from autopipe.generate.parts import divide
@@ -39,7 +39,7 @@ from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
 from autopipe.planning.cut_mapping import homes, map_cuts_to
 from autopipe.runtime.batches.members import of_same_team
-from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
+from autopipe.runtime.batches.unseen_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.trace import capture
 from autopipe.workload.batches.digests import digest_of
 from autopipe.workload.batches.forms import form_of

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check, check_first, write_run
 from autopipe.commands.evaluation import refuse_impossible
@@ -25,7 +26,6 @@ from autopipe.commands.metrics.registry import refuse_missing
 from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, TrainSettings
-from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.store import Work
 from autopipe.commands.stored_runs import evaluate, find_run
 from autopipe.commands.training import auditing

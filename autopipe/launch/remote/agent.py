@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from autopipe.errors import AutopipeError
-from autopipe.launch.remote import facts, network, protocol
+from autopipe.launch.remote import host_description, network, protocol
 from autopipe.launch.remote.rank_host import RankHost, file_digest
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.workers.fork_server import preload
@@ -159,7 +159,7 @@ class Agent:
         if folder.is_dir():
             os.chdir(folder)
         preload()  # imports torch during the remaining questions
-        return protocol.Prepared(facts.collect(devices=message.devices), folder.is_dir())
+        return protocol.Prepared(host_description.collect(devices=message.devices), folder.is_dir())
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from autopipe import __version__
 from autopipe.errors import RunError
 from autopipe.launch.remote import protocol
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.workers.fork_server import preload

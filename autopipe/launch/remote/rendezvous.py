@@ -29,7 +29,7 @@ from autopipe.errors import RunError, counted
 from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.remote import network, protocol
 from autopipe.launch.remote.connections import Connections, Lost
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.remote.remote_ranks import RemoteRanks
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable

@@ -36,7 +36,7 @@ from autopipe.schedules.spilling.memory import SpilledBytes, spilled_peaks
 from autopipe.schedules.spilling.spill import LATE, OPTIMIZER_SLABS, SLABS
 
 _ALIGNMENT = 64
-"""Of the tensors of a slab, in bytes (``runtime.spilling.flat``)."""
+"""Of the tensors of a slab, in bytes (``runtime.spilling.flat_buffers``)."""
 
 
 def spilled_terms(plan: Plan, profile: Profile) -> list[_SpilledTerms]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from autopipe.errors import ArtifactError
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.snapshot import Snapshot
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 from autopipe.strides import memory_order, packed, unpacked
 
 _PLAIN = (bool, int, float, str, type(None))

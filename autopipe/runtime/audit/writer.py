@@ -27,7 +27,7 @@ from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
 from autopipe.runtime.checkpoint.saver import POLL_SECONDS, Saver
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 
 # audits that wait for their comparison; the ranks wait rather than exceed it, so that the disk does not fill
 MOST_WAITING = 4

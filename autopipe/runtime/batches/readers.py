@@ -2,11 +2,11 @@
 
 ::
 
-    OneReads    rank 0:     Source -> Recordings -> microbatches; sends
+    OneReads    rank 0:     Source -> GraphVariants -> microbatches; sends
                 the others: a header (JSON: recording, factor and sizes of each part), then the leaves that their
                 stages read, with their strides on rank 0: complete, and each rank cuts them as rank 0 does; or, to a
                 replica that runs only some of the microbatches, the leaves of these
-    EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
+    EachReads   every rank: Source -> GraphVariants -> microbatches; digests are compared (``exchange``)
 
 All readers return the same ``Minibatch``. Ranks are processes here: each member of a team is one.
 """
@@ -28,9 +28,9 @@ from autopipe.errors import InternalError
 from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
 from autopipe.runtime.batches.exchange import DigestExchange
+from autopipe.runtime.batches.graph_variants import GraphVariants
 from autopipe.runtime.batches.on_device import Placement, on_host
 from autopipe.runtime.batches.recording import Microbatch, Recording
-from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source, Taken
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.transport.base import Transport
@@ -54,7 +54,7 @@ class Minibatch:
     place: Place
 
 
-def _cut(minibatch: Taken, recordings: Recordings, placement: Placement, *, training: bool) -> Minibatch:
+def _cut(minibatch: Taken, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
     parts = recordings.microbatches(minibatch.item, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
@@ -65,7 +65,7 @@ class OneReads:
     """Rank 0 reads for all. The other ranks never open their ``source``. ``transport``: between processes."""
 
     source: Source
-    recordings: Recordings
+    recordings: GraphVariants
     transport: Transport
     reporter: Reporter
     placement: Placement
@@ -266,7 +266,7 @@ class EachReads:
     """Every rank reads its own copy of the data."""
 
     source: Source
-    recordings: Recordings
+    recordings: GraphVariants
     exchange: DigestExchange
     placement: Placement
     training: bool = True

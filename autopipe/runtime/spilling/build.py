@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 from autopipe.errors import PlanError
 from autopipe.ir.plan import Plan
 from autopipe.runtime.spans import SpanRecorder
-from autopipe.runtime.spilling.books import DeviceBooks
-from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
+from autopipe.runtime.spilling.memory_ledger import DeviceBooks
 from autopipe.runtime.spilling.spiller import Spiller
+from autopipe.runtime.spilling.stage_memory import SpilledPart, refuse_unmovable
 from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.schedules.spilling.spill import OPTIMIZER_SLABS

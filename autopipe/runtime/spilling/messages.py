@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe.ir.schedule import Instruction
 from autopipe.runtime.checkpoint.host_buffer import HostBuffer
 from autopipe.runtime.spilling.copies import Done, Lane
-from autopipe.runtime.spilling.flat import Flat, flat_view
+from autopipe.runtime.spilling.flat_buffers import Flat, flat_view
 
 
 @dataclass(frozen=True, slots=True)

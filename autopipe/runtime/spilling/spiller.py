@@ -25,7 +25,7 @@ from autopipe.ir.schedule import Instruction, Op
 from autopipe.runtime.spans import SpanRecorder
 from autopipe.runtime.spilling.copies import Done, Lane, lane_of
 from autopipe.runtime.spilling.messages import Messages
-from autopipe.runtime.spilling.part import SpilledPart
+from autopipe.runtime.spilling.stage_memory import SpilledPart
 from autopipe.runtime.spilling.token import DeviceToken
 from autopipe.schedules.spilling.lanes import Slabs
 from autopipe.schedules.spilling.spill import SLABS

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from autopipe.ir.messages import FIGURES, Channel
 from autopipe.runtime.transport.base import Pending, translate, with_index
 from autopipe.runtime.transport.communicators import Communicators
-from autopipe.runtime.transport.departures import Departures
 from autopipe.runtime.transport.host_messages import ArrivingMessage, HostMessage, host_message
 from autopipe.runtime.transport.nccl import NcclTransfers
-from autopipe.runtime.transport.neighbours import Neighbours
 from autopipe.runtime.transport.rank_order import OrderedSums
+from autopipe.runtime.transport.same_host_sockets import Neighbours
+from autopipe.runtime.transport.sent_order import Departures
 from autopipe.strides import Layout, packed, unpacked
 
 _KEPT_MESSAGES = 4096  # whose way of travelling is known

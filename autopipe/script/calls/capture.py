@@ -28,7 +28,7 @@ from autopipe.script.calls.accesses import Accesses, Reads
 from autopipe.script.calls.effects import Effects, computation, silent
 from autopipe.script.calls.fingerprint import hooks_of
 from autopipe.script.calls.outputs import Attribute, Output, bind_attributes, output_of, with_attributes
-from autopipe.script.calls.uses import is_serial
+from autopipe.script.calls.parameter_uses import is_serial
 from autopipe.script.devices import CPU, generators, set_generators
 from autopipe.script.refusals import EffectError, UnsettledError
 from autopipe.script.settings import autocast_now

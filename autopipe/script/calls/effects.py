@@ -25,14 +25,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.script.calls.accesses import Accesses
+from autopipe.script.calls.contents import PLAIN
 from autopipe.script.calls.fingerprint import OF_A_MODULE, places, reached
-from autopipe.script.calls.inside import PLAIN
 from autopipe.script.calls.reached import UNSET, bind, value_in
 from autopipe.script.devices import generators, set_generators
 from autopipe.script.refusals import DoneError, EffectError
 from autopipe.trace.record.containers import attributes, refill
-from autopipe.trace.record.known import Known
 from autopipe.trace.record.recorder import Recorder
+from autopipe.trace.record.tensor_nodes import TensorNodes
 from autopipe.users_code import is_own_file
 
 _FLAG = "requires_grad"
@@ -134,7 +134,7 @@ def _is_of_a_module(key: Any) -> bool:
     return isinstance(key, tuple) and key[0] in (OF_A_MODULE, _FLAG)
 
 
-def _is_settable(value: Any, dependent: set[fx.Node], known: Known) -> bool:
+def _is_settable(value: Any, dependent: set[fx.Node], known: TensorNodes) -> bool:
     """Return whether a value consists of tensors that depend on the inputs, and of plain values."""
     return all(
         (isinstance(leaf, FakeTensor) and known.has(leaf) and known.node(leaf) in dependent) or isinstance(leaf, PLAIN)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.bits import bytes_of
 from autopipe.script.calls.accesses import Reads, is_read
-from autopipe.script.calls.inside import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
+from autopipe.script.calls.contents import DEPTH, MOST, PLAIN, attributes_of, attributes_of_module, is_code, of_hidden
 from autopipe.script.calls.reached import Reached
 from autopipe.script.settings import autocast_now
 from autopipe.script.state.remote import is_remote

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.script.calls.inside import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
+from autopipe.script.calls.contents import DEPTH, MOST, attributes_of_module, entries_of, is_code, may_hold
 from autopipe.trace.state.observing.bytecode import imported, with_inner
 from autopipe.trace.state.snapshots.places import ByIdentity
 from autopipe.users_code import is_own_class, is_own_file, is_own_module

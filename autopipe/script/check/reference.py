@@ -24,10 +24,10 @@ from autopipe.errors import RunError, counted
 from autopipe.script.check import kernel, loaders
 from autopipe.script.check.isolation import CannotError
 from autopipe.script.check.second import InputsAfterPoint, Output, Second, digests, fork
-from autopipe.script.choosing import REMEDY, Choice
 from autopipe.script.controller import Controller
-from autopipe.script.notes import Notes
+from autopipe.script.model_detection import REMEDY, Choice
 from autopipe.script.refusals import refused
+from autopipe.script.run_summary import Notes
 from autopipe.script.wire import GoneError
 from autopipe.script.wrappers import is_compiled
 from autopipe.users_code import is_own_file

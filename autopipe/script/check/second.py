@@ -30,8 +30,8 @@ from autopipe.bits import bytes_of
 from autopipe.script.batch_samples import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
-from autopipe.script.choosing import Choice, leaves_of, names_of
 from autopipe.script.lazy import contains_lazy
+from autopipe.script.model_detection import Choice, leaves_of, names_of
 from autopipe.script.refusals import script_place
 from autopipe.script.state.weights import named_tensors
 from autopipe.script.wire import GoneError, Wire, is_readable

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.launch.remote import facts, network
-from autopipe.script.places import hello
+from autopipe.launch.remote import host_description, network
 from autopipe.script.rank.serve import LOSES, at_sigterm, attend, leave
+from autopipe.script.rank_locations import hello
 from autopipe.script.wire import GoneError, Wire
 
 
@@ -83,7 +83,7 @@ def _own_address(interface: str) -> str:
     """Return the address at which other ranks reach this host."""
     if interface:
         return network.address_of(interface)
-    return str(facts.collect(devices=False)["reached_at"]) or "127.0.0.1"
+    return str(host_description.collect(devices=False)["reached_at"]) or "127.0.0.1"
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopipe.generate.loader import load_constants, load_stage
 from autopipe.ir.messages import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.compiled import compile_stage
-from autopipe.runtime.received import readable
+from autopipe.runtime.leaf_alias import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.script.calls.randomness import COUNT
@@ -246,7 +246,8 @@ class RankStages:
         """Run the backwards of calls, latest first, and add their gradients in the order of one backward.
 
         Autograd adds each use of a parameter in turn. Several calls run in one backward of this rank, too, unless the
-        gradients of tied parameters travel between the ranks call by call. ``serial``: see ``script.calls.uses``.
+        gradients of tied parameters travel between the ranks call by call. ``serial``: see
+        ``script.calls.parameter_uses``.
         """
         before: dict[str, Tensor] = {}
         if len(calls) > 1:  # autograd adds the gradients of all calls before it adds them to ``grad``

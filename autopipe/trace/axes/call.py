@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
 
-from autopipe.trace.axes.leaves import Dimension, Dims, Leaves, NoRuleError
+from autopipe.trace.axes.dimension_factors import Dimension, DimensionFactors, Dims, NoRuleError
 
 Parts = tuple[Dims | None, ...]  # the result of a call that returns several; None for what is not a tensor
 Path = tuple[int | str, ...]
@@ -37,7 +37,12 @@ class Call:
     """One call, with the dimensions of its operands."""
 
     def __init__(
-        self, node: fx.Node, module: nn.Module | None, leaves: Leaves, roles: Roles, dims_of: Callable[[Any], Any]
+        self,
+        node: fx.Node,
+        module: nn.Module | None,
+        leaves: DimensionFactors,
+        roles: Roles,
+        dims_of: Callable[[Any], Any],
     ) -> None:
         self.node = node
         self.module = module  # that is called, or None

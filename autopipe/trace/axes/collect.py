@@ -19,8 +19,8 @@ from autopipe.ir.teams.axes import (
     Rewrite,
     Sum,
 )
+from autopipe.trace.axes.dimension_factors import Dims
 from autopipe.trace.axes.find import Reading
-from autopipe.trace.axes.leaves import Dims
 
 _WITH_BIAS = (ADDED_BEFORE_BIAS, MULTIHEAD)  # what is added after the sum is not an entry
 _BY_INDEX = (LOOKED_UP, CROSS_ENTROPY, PICKED)  # a member has one range of the indices

@@ -18,7 +18,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.tensor import TensorSpec
 from autopipe.trace.axes import lookups, products, reductions, shapes
 from autopipe.trace.axes.call import FUNCTIONS, MODULES, Call, Parts, Roles, shape_of
-from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
+from autopipe.trace.axes.dimension_factors import DimensionFactors, Dims, NoRuleError
 
 _RULES = (lookups, products, reductions, shapes)  # importing them registers their rules
 _OWN = ("getattr", "torch.", "operator.", "_operator.", "builtins.", "math.")
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Reading:
     """The sizes of every value, after all calls were read."""
 
-    leaves: Leaves
+    leaves: DimensionFactors
     roles: Roles
     values: dict[str, Dims | Parts]  # value -> its dimensions
     state: dict[str, Dims]  # parameter, buffer or constant -> its dimensions
@@ -48,7 +48,7 @@ class Reader:
         self._names: dict[int, str] = {}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             self._names.setdefault(id(tensor), graph.aliases.get(name, name))
-        self.reading = Reading(Leaves(), Roles(), {}, {})
+        self.reading = Reading(DimensionFactors(), Roles(), {}, {})
 
     def read(self) -> Reading:
         """Read all calls."""

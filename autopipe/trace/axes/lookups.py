@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from autopipe.ir.teams.axes import CROSS_ENTROPY, LOG_SOFTMAX, LOOKED_UP, PICKED
 from autopipe.trace.axes.call import Call, rule
-from autopipe.trace.axes.leaves import Dims, NoRuleError
+from autopipe.trace.axes.dimension_factors import Dims, NoRuleError
 
 
 def _looked_up(call: Call, ids: Dims, weight: Dims, *, plain: bool) -> Dims:

@@ -20,8 +20,8 @@ from autopipe import draws
 from autopipe.ir.graph import Graph
 from autopipe.ir.teams.axes import MULTIHEAD, Axis, Place, Rewrite
 from autopipe.team import attention_with_mask
-from autopipe.trace.axes.combined import COMBINED, Combination, cut, entered, summed
 from autopipe.trace.axes.find import attribute
+from autopipe.trace.axes.sums_over_members import COMBINED, Combination, cut, entered, summed
 from autopipe.trace.graph.replay import context_of
 
 Each = list[Any]  # one value for each member

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from autopipe.ir.teams.axes import ADDED, ADDED_BEFORE_BIAS, MULTIHEAD
 from autopipe.trace.axes.call import Call, Parts, rule
-from autopipe.trace.axes.leaves import Dimension, Dims, NoRuleError
+from autopipe.trace.axes.dimension_factors import Dimension, Dims, NoRuleError
 
 
 def _linear(call: Call, x: Dims, weight: Dims, bias: Dims | None, bias_name: Any) -> Dims:

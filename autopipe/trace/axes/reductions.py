@@ -6,7 +6,7 @@ from torch import nn
 
 from autopipe.ir.teams.axes import ADDED
 from autopipe.trace.axes.call import Call, Parts, rule
-from autopipe.trace.axes.leaves import Dims, NoRuleError
+from autopipe.trace.axes.dimension_factors import Dims, NoRuleError
 
 
 def _reduced(call: Call, dims: Dims, over: list[int]) -> Dims:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autopipe.trace.axes.call import Call, Parts, rule, shape_of
-from autopipe.trace.axes.leaves import Dims, Leaves, NoRuleError
+from autopipe.trace.axes.dimension_factors import DimensionFactors, Dims, NoRuleError
 
 
-def reshaped(leaves: Leaves, dims: Dims, shape: tuple[int, ...]) -> Dims:
+def reshaped(leaves: DimensionFactors, dims: Dims, shape: tuple[int, ...]) -> Dims:
     """Return the dimensions after a view as ``shape``: leaves are merged and split. Raises: NoRuleError."""
     rest = leaves.flat(leaf for dimension in dims for leaf in dimension)
     result = []

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopipe.ir.teams.axes import Axis, Place
 from autopipe.ir.teams.axis_sets import choose
-from autopipe.trace.axes.combined import joined
 from autopipe.trace.axes.members import Members, TeamOutcome
+from autopipe.trace.axes.sums_over_members import joined
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture

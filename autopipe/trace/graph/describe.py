@@ -16,7 +16,7 @@ from autopipe.ir.tensor import DTYPE_BYTES, TensorSpec
 from autopipe.trace.explain import AFTER_STEP
 from autopipe.trace.graph.naming import is_part
 from autopipe.trace.lines.of_nodes import own_text, source_text, where_text
-from autopipe.trace.record.canonical import arguments_text
+from autopipe.trace.record.argument_text import arguments_text
 from autopipe.trace.record.follow import Followed
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import qualified_name

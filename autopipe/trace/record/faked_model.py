@@ -119,7 +119,7 @@ class FakedModel:
         if id(value) in self.of_real:
             return self.of_real[id(value)]
         if value.requires_grad:
-            return value  # an error where it is used: see ``Known.constant``
+            return value  # an error where it is used: see ``TensorNodes.constant``
         fake = self._convert(value)
         self.plain[id(fake)] = name, value
         self.of_real[id(value)] = fake

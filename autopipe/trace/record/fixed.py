@@ -2,7 +2,7 @@
 
 The forward creates such a tensor from constants of the code, so its value is the same for every batch and can answer
 the read. A number that came from a size of the batch looks the same; therefore two recordings at two sizes must have
-read the same values (``fit.Fit``), and at a symbolic size such a tensor depends on an input.
+read the same values (``symbolic_sizes.SymbolicSizes``), and at a symbolic size such a tensor depends on an input.
 """
 
 from __future__ import annotations

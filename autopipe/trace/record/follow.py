@@ -26,7 +26,7 @@ from autopipe.trace.record import rebound
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
 from autopipe.trace.record.patches import TrainingReads, following
-from autopipe.trace.record.reads import Reads
+from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.values import storage_key
@@ -121,7 +121,7 @@ def follow(
         for name, fake in fakes.items():
             recorder.writer.add_input(name, fake)
         if answer:
-            recorder.answers.keep(Reads(faked_model, leaves, workload.spec.seed))
+            recorder.answers.keep(RealValues(faked_model, leaves, workload.spec.seed))
         shape_env.on_answer = recorder.answers.on_comparison
         with _running(recorder, mode, symbolic=batch is None) as reads:
             faked = workload.with_leaves(item, fakes)

@@ -40,7 +40,7 @@ from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.fixed import NOT_FIXED, Fixed
-from autopipe.trace.record.reads import Reads
+from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import Call, property_name, written
 from autopipe.trace.record.values import (
@@ -74,10 +74,10 @@ class Answers:
 
     def __init__(self, writer: GraphWriter, pause: Pause, notes: list[str]) -> None:
         self.fixed = Fixed()
-        self.reads: Reads | None = None
+        self.reads: RealValues | None = None
         self._writer, self._pause, self._notes = writer, pause, notes
 
-    def keep(self, reads: Reads) -> None:
+    def keep(self, reads: RealValues) -> None:
         """Keep data-dependent decisions as the captured batch makes them."""
         self.reads, self._writer.on_size = reads, self._on_size
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
 from autopipe.trace.record.faked_model import FakedModel
-from autopipe.trace.record.known import Known
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import Call
+from autopipe.trace.record.tensor_nodes import TensorNodes
 from autopipe.trace.record.values import SYMBOLIC, tensors_in
 
 
@@ -49,7 +49,7 @@ class GraphWriter:
     ) -> None:
         """Begin an empty graph. ``describe``: receives every new call, to set its metadata."""
         self.graph = fx.Graph()
-        self.known = Known(self.graph, faked_model)
+        self.known = TensorNodes(self.graph, faked_model)
         self.symbols = symbols
         self.unknown: list[Any] = []  # parts of results that differ from batch to batch
         # receives (symbol, node, dimension) for each new size that depends on the data

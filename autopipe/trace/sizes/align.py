@@ -14,7 +14,7 @@ from torch import fx
 from autopipe.errors import TraceError
 from autopipe.trace.explain import OTHER_CALLS, type_name
 from autopipe.trace.lines.of_nodes import short_where_text
-from autopipe.trace.record.canonical import tensor_digest
+from autopipe.trace.record.argument_text import tensor_digest
 from autopipe.trace.record.follow import Followed
 from autopipe.trace.record.targets import qualified_name
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopipe.ir.teams.axes import Axis
 from autopipe.trace.axes import TeamOutcome
-from autopipe.trace.axes.combined import in_order
+from autopipe.trace.axes.sums_over_members import in_order
 from autopipe.trace.axes.verified import Whole
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.result import Capture

@@ -15,7 +15,7 @@ from autopipe.ir.teams.axes import Axis
 from autopipe.team import STAGE, Team, Unplaced, cut
 from autopipe.trace.axes.find import attribute
 from autopipe.trace.result import Capture
-from autopipe.trace.teams.localise import of_team
+from autopipe.trace.teams.member_graph import of_team
 from autopipe.trace.teams.positions import FEWEST, find_positions
 from autopipe.trace.teams.sequence import by_position
 

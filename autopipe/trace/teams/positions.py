@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Node, Symbol
 from autopipe.ir.teams.axes import ADDED, ADDED_BEFORE_BIAS, LOOKED_UP, MULTIHEAD, Axis, Rewrite
+from autopipe.trace.axes.dimension_factors import Dims
 from autopipe.trace.axes.find import Reader
-from autopipe.trace.axes.leaves import Dims
 from autopipe.trace.result import Capture
 
 FEWEST = 2

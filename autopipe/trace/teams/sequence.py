@@ -18,7 +18,7 @@ from autopipe import sequence, team
 from autopipe.ir.graph import Node, Symbol
 from autopipe.ir.tensor import TensorSpec
 from autopipe.team import STAGE
-from autopipe.trace.record.canonical import arguments_text
+from autopipe.trace.record.argument_text import arguments_text
 from autopipe.trace.record.targets import qualified_name
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.arguments import Arguments, dropout_rate, floor_divided, rewritten

@@ -11,7 +11,7 @@ import torch
 from support.commands import Commands, training, wait_for_steps
 from support.waiting import short_pause
 
-from autopipe.commands import steps
+from autopipe.commands import artifact_steps
 from autopipe.commands.exporting import export
 from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings
 
@@ -25,8 +25,8 @@ def test_a_restart_ignores_a_plan_that_was_written_meanwhile(
     process = commands.start(*words)
     victim = wait_for_steps(tmp_path / "run", process)[1]
     work = tmp_path / ".autopipe"
-    steps.plan(PlanSettings(ProfileSettings(ModelSettings(), work_dir=work), gpus=4, schedule="gpipe"))
-    steps.generate(work)
+    artifact_steps.plan(PlanSettings(ProfileSettings(ModelSettings(), work_dir=work), gpus=4, schedule="gpipe"))
+    artifact_steps.generate(work)
     before = {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"}
     victim.kill()
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -20,7 +20,7 @@ from autopipe.commands.calibration.link_ranks import THROUGH_HOST, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.request import LaunchSettings
 from autopipe.report.results import TrainResult
 

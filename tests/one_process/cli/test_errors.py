@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.commands import steps
+from autopipe.commands import artifact_steps
 from autopipe.commands.training import runs
 from autopipe.errors import PlanError, WorkerError
 from autopipe.report.results import CheckReport, TrainResult
@@ -100,14 +100,14 @@ def test_a_failed_check_has_exit_code_1(run, monkeypatch):
 
 
 def test_a_traceback_is_shown_only_with_debug(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(PlanError("no plan", where="here", remedy="more memory")))
+    monkeypatch.setattr(artifact_steps, "plan", fail(PlanError("no plan", where="here", remedy="more memory")))
     assert run("plan", "x.py").stderr.endswith("Error: no plan\n  at:  here\n  try: more memory\n")
     assert "Traceback" in run("plan", "x.py", "--debug").stderr
     assert "Traceback" in run("--debug", "plan", "x.py").stderr
 
 
 def test_an_internal_error_shows_its_traceback_with_exit_code_1(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", len)  # only code of autopipe is on the stack when it fails
+    monkeypatch.setattr(artifact_steps, "plan", len)  # only code of autopipe is on the stack when it fails
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
     assert "a bug in autopipe: TypeError: len() takes no keyword arguments" in done.stderr
@@ -115,7 +115,7 @@ def test_an_internal_error_shows_its_traceback_with_exit_code_1(run, monkeypatch
 
 
 def test_an_exception_of_the_users_code_is_not_an_internal_error(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file plays the user's file
+    monkeypatch.setattr(artifact_steps, "plan", fail(ZeroDivisionError("oops")))  # this file plays the user's file
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
     assert "Error: your code raised ZeroDivisionError: oops" in done.stderr
@@ -139,7 +139,7 @@ def test_an_exception_of_the_users_code_is_not_an_internal_error(run, monkeypatc
     ],
 )
 def test_an_error_of_the_operating_system_is_not_an_internal_error(run, monkeypatch, error, shown):
-    monkeypatch.setattr(steps, "plan", fail(error))
+    monkeypatch.setattr(artifact_steps, "plan", fail(error))
     done = run("plan", "x.py")
     assert done.exit_code == 1
     assert shown in done.stderr
@@ -155,7 +155,7 @@ def test_an_exception_of_a_library_is_not_blamed_on_the_user(run, monkeypatch, t
     monkeypatch.syspath_prepend(str(library.parent))
     import library as installed
 
-    monkeypatch.setattr(steps, "request_of", installed.refuse)
+    monkeypatch.setattr(artifact_steps, "request_of", installed.refuse)
     done = run("plan", "x.py")
     assert done.exit_code == 1
     assert "a bug in autopipe: TypeError: cannot be updated" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 from autopipe import Pipeline
 from autopipe.cli.main import COMMANDS, autopipe
 from autopipe.cli.options import Command, TableOption
-from autopipe.commands.values import KINDS
+from autopipe.commands.option_values import KINDS
 from autopipe.options import commands as table
 from autopipe.options.table import OPTIONS
 

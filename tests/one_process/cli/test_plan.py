@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from support.stored_profiles import HERE, MIB, stored_profile
 
 from autopipe.cli.main import autopipe
-from autopipe.commands import steps
+from autopipe.commands import artifact_steps
 from autopipe.commands.store import PlanRecord
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
@@ -220,7 +220,7 @@ def test_ctrl_c_during_the_comparison_keeps_the_plan(run, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "compare_plan", interrupted)
+    monkeypatch.setattr(artifact_steps, "compare_plan", interrupted)
     answer = document(run("--gpus", "2", *HERE, "--json"))
     assert answer["comparison"] is None
     assert "interrupted: the plan was written, but not compared with other plans" in answer["notes"]

@@ -12,7 +12,7 @@ import torch
 from autopipe import draws
 from autopipe.ir.microbatch_loss import Shares
 from autopipe.reference import minibatches
-from autopipe.runtime.step import shares
+from autopipe.runtime.step import loss_weights
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.verify import full_batch
 from autopipe.workload.cutting.dimensions import BatchDimensions
@@ -83,13 +83,13 @@ def halved_momentum(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_divisors(patch: pytest.MonkeyPatch) -> None:
     """Return twice the divisor of a microbatch of the first sizes, which no other number contradicts."""
-    values = shares._values
+    values = loss_weights._values
 
     def wrong(divisor: Any, leaves: Any) -> list[float]:
         small = next(iter(leaves.values())).shape[0] < 6
         return [number * (2 if small else 1) for number in values(divisor, leaves)]
 
-    patch.setattr(shares, "_values", wrong)
+    patch.setattr(loss_weights, "_values", wrong)
 
 
 # the damage, the options with which it has an effect, and the reason

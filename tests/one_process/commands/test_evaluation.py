@@ -62,7 +62,9 @@ def test_training_with_evaluation_needs_evaluation_data(tmp_path: Path) -> None:
 
 def test_training_whose_stages_cannot_evaluate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(MODEL + "\nevaluate_data = data\n")
-    monkeypatch.setattr("autopipe.commands.steps.evaluation.record", lambda *arguments: "it keeps the mode of training")
+    monkeypatch.setattr(
+        "autopipe.commands.artifact_steps.evaluation.record", lambda *arguments: "it keeps the mode of training"
+    )
     error = refused(tmp_path)
     assert isinstance(error, RunError)
     assert error.what == "this model cannot be evaluated in stages: it keeps the mode of training"

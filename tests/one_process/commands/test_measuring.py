@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.commands import measuring, steps
+from autopipe.commands import artifact_steps, measuring
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 
@@ -60,7 +60,10 @@ def test_a_large_minibatch_is_measured_in_larger_microbatches(tmp_path: Path) ->
     (tmp_path / "plain.py").write_text(NORMALISED.replace("nn.BatchNorm1d(4)", "nn.ReLU()"))
     settings = ProfileSettings(ModelSettings(str(tmp_path / "plain.py")), tmp_path, estimate=True)
     sizes = [
-        [measurement.microbatch_size for measurement in steps.profile(settings, batch_size=size).profile.measurements]
+        [
+            measurement.microbatch_size
+            for measurement in artifact_steps.profile(settings, batch_size=size).profile.measurements
+        ]
         for size in (None, 128)
     ]
     assert sizes[1] == [*sizes[0], 32]

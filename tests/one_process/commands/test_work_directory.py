@@ -13,7 +13,7 @@ import pytest
 from support.pipelines import BATCH, build, captured, plan_for
 from support.stored_profiles import stored_profile
 
-from autopipe.commands import steps
+from autopipe.commands import artifact_steps
 from autopipe.commands.checking.checking import write_run
 from autopipe.commands.locks import only_one
 from autopipe.commands.planning import scaling, simulating
@@ -39,10 +39,10 @@ def ignore(kind: str, fields: Mapping[str, Any]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Path], object]] = {
-    "profile": lambda work: steps.profile(profile(work)),
-    "plan": lambda work: steps.plan(plan(work)),
+    "profile": lambda work: artifact_steps.profile(profile(work)),
+    "plan": lambda work: artifact_steps.plan(plan(work)),
     "plan --sweep-gpus": lambda work: scaling.sweep_gpus(plan(work), (2, 4)),
-    "generate": steps.generate,
+    "generate": artifact_steps.generate,
     "simulate": simulating.simulate,
     "check": lambda work: runs.check(CheckSettings(plan(work))),
     "train": lambda work: runs.train(TrainSettings(plan(work)), ignore),
@@ -85,7 +85,7 @@ def test_a_plan_warns_of_a_model_file_that_changed_after_its_profile(
 
     def warnings() -> tuple[str, ...]:
         settings = ProfileSettings(ModelSettings(), work_dir=tmp_path)
-        return steps.plan(PlanSettings(settings, gpus=2, replicas="never", schedule="1f1b")).warnings
+        return artifact_steps.plan(PlanSettings(settings, gpus=2, replicas="never", schedule="1f1b")).warnings
 
     file = tmp_path / "model.py"
     file.write_text("raise SystemExit")  # it is not run

@@ -13,7 +13,7 @@ from autopipe import __version__
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.remote import network, protocol, rank_host
 from autopipe.launch.remote.connections import Connections
-from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
 from autopipe.launch.remote.rendezvous import Peer, Rendezvous
 from autopipe.launch.remote.stream import MessageStream

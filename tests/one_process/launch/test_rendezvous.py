@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from autopipe import __version__
 from autopipe.errors import AutopipeError, RunError, WorkerError
 from autopipe.launch.remote import network
-from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.peer import connect, follow
 from autopipe.launch.remote.protocol import End, Event, Finish, Message, Signaled, Start
+from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.launch.request import WorkerSpec

@@ -25,9 +25,9 @@ from autopipe.measure import measure
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.spilled.costs import copied_bytes
 from autopipe.runtime.spilling.copies import ThreadLane
-from autopipe.runtime.spilling.flat import Flat
-from autopipe.runtime.spilling.part import SpilledPart, refuse_unmovable
+from autopipe.runtime.spilling.flat_buffers import Flat
 from autopipe.runtime.spilling.spiller import Spiller
+from autopipe.runtime.spilling.stage_memory import SpilledPart, refuse_unmovable
 
 SAMPLES = mostly_slow(NAMES, ("gpt", "resnet"))
 MLP = """

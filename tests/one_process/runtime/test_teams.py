@@ -15,7 +15,7 @@ from autopipe.ir.teams.axis_sets import choose
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.directory import directory_of
 from autopipe.trace.axes import find_axes
-from autopipe.trace.axes.combined import joined
+from autopipe.trace.axes.sums_over_members import joined
 from autopipe.trace.teams import of_team
 
 BATCH = 4

@@ -13,8 +13,8 @@ import pytest
 
 from autopipe.errors import WorkerError
 from autopipe.script import ranks as ranks_of_a_run
-from autopipe.script.places import Connection
 from autopipe.script.rank.serve import LOSES, at_sigterm
+from autopipe.script.rank_locations import Connection
 from autopipe.script.ranks import Ranks
 from autopipe.script.wire import Wire
 

@@ -19,8 +19,8 @@ from support.schedule_cases import Case, compared
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.runtime import assembly, rows
+from autopipe.runtime.batches.graph_variants import GraphVariants
 from autopipe.runtime.batches.recording import Microbatch
-from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step import gradients
@@ -75,13 +75,13 @@ def only_the_last_microbatch_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def microbatches_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Recordings.microbatches
+    original = GraphVariants.microbatches
 
     def microbatches(*arguments, **options) -> list[Microbatch]:
         parts = original(*arguments, **options)
         return [replace(part, factor=1 / len(parts)) for part in parts]
 
-    monkeypatch.setattr(Recordings, "microbatches", microbatches)
+    monkeypatch.setattr(GraphVariants, "microbatches", microbatches)
 
 
 def stash_one_version_off(monkeypatch: pytest.MonkeyPatch) -> None:

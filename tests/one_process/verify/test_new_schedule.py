@@ -10,7 +10,7 @@ import pytest
 from support.planning_cases import profile_of, random_graph
 from support.schedule_cases import Case, hold
 
-from autopipe.commands.values import choices
+from autopipe.commands.option_values import choices
 from autopipe.errors import PlanError
 from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.options.table import OPTIONS

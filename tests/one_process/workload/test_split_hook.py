@@ -15,7 +15,7 @@ from support.pipelines import Captured, build, minibatches, plan_for, profile_of
 from support.plain_scripts import compared, is_equal
 
 from autopipe.errors import RunError
-from autopipe.runtime.batches.other_forms import OneBatch
+from autopipe.runtime.batches.unseen_forms import OneBatch
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 from autopipe.workload.cutting.dimensions import Minibatch

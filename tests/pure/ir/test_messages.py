@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.messages import (
@@ -28,6 +27,7 @@ from autopipe.ir.messages import (
     tied,
 )
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.ir.tensor import TensorSpec

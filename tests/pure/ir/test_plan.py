@@ -12,10 +12,10 @@ from support.planning_cases import chain
 
 from autopipe.errors import ArtifactError, VersionError
 from autopipe.ir import artifact
-from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie, bytes_by_rank
+from autopipe.ir.plan_fits_graph import refuse_disagreement
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions, make_plan
 

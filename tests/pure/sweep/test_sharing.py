@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopipe.errors import RunError
-from autopipe.sweep.board import Board
 from autopipe.sweep.file import AUTO, SweepFile, SweepJob, parse_jobs_per_device
+from autopipe.sweep.job_table import Board
 from autopipe.sweep.sharing import Sharing, places_wanted
 from autopipe.sweep.state import Folder, JobRecord
 

@@ -33,7 +33,7 @@ from support.warm import brief
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 MODULES = (
     *("torch", "torch._dynamo", "safetensors.torch"),
-    *("autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"),
+    *("autopipe.cli.main", "autopipe.commands.artifact_steps", "autopipe.commands.training.runs"),
     *("autopipe.commands.script", "autopipe.script.runner", "torch.utils.data"),
 )
 TORCH = ("torch", "torch._dynamo", "numpy", "torch.utils.data")

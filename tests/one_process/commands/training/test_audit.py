@@ -26,7 +26,7 @@ from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Silent
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.step.shares import Divisors
+from autopipe.runtime.step.loss_weights import Divisors
 from autopipe.verify.plain_step import audit
 
 STEPS, EVERY = 8, 3

@@ -11,8 +11,8 @@ from autopipe.ir.tensor import evaluate
 from autopipe.trace import capture, strategies
 from autopipe.trace.explain import MORE_CALLS
 from autopipe.trace.sizes.align import GraphsDiffer
-from autopipe.trace.sizes.fit import Size
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_lengths, shorter, spread
+from autopipe.trace.sizes.symbolic_sizes import Size
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from support.planning_cases import chain
 
+from autopipe.commands.option_values import parsed
 from autopipe.commands.options import model_settings
 from autopipe.commands.planning.choose import cluster_of, ranks_of
 from autopipe.commands.settings import AUTO_TEAM
 from autopipe.commands.store import Work
-from autopipe.commands.values import parsed
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device

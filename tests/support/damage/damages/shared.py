@@ -9,7 +9,7 @@ from typing import Any
 from support.damage.registry import Ran, add, damages
 
 
-@damages("runtime.batches.recordings", "Recordings._shares")
+@damages("runtime.batches.graph_variants", "GraphVariants._shares")
 def loss_factor_shared_x2(shares: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Double all shares."""
 
@@ -21,7 +21,7 @@ def loss_factor_shared_x2(shares: Callable[..., Any], ran: Ran) -> Callable[...,
     return damaged
 
 
-@damages("runtime.batches.recordings", "Recordings._shares")
+@damages("runtime.batches.graph_variants", "GraphVariants._shares")
 def loss_factor_shared_even(shares: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Give the microbatches of an incomplete minibatch equal shares."""
 

@@ -74,7 +74,7 @@ def ema_decay(update: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
 # -- spilled stages ----------------------------------------------------------------------------------------------------
 
 
-@damages("runtime.spilling.part", "SpilledPart.weights_home")
+@damages("runtime.spilling.stage_memory", "SpilledPart.weights_home")
 def spill_old(weights_home: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Do not write stepped weights to the host."""
 
@@ -86,7 +86,7 @@ def spill_old(weights_home: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-@damages("runtime.spilling.part", "SpilledPart.slots_home")
+@damages("runtime.spilling.stage_memory", "SpilledPart.slots_home")
 def spill_opt_old(slots_home: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Do not write the optimizer state to the host."""
 

@@ -23,7 +23,7 @@ from autopipe.workload.batches.layouts import laid_out
 WHERE = (0, 0)  # minibatch and microbatch of the captured batch
 
 
-class Reads:
+class RealValues:
     """Runs recorded nodes on real tensors, each once and in order, up to the node that is read."""
 
     def __init__(self, faked_model: FakedModel, leaves: Mapping[str, Tensor], seed: int) -> None:

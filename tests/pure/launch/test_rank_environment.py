@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.errors import RunError
-from autopipe.launch.remote.identity import RankIdentity, first_host, read_identity
+from autopipe.launch.remote.rank_environment import RankIdentity, first_host, read_identity
 
 TORCHRUN = {
     "RANK": "3",

@@ -35,7 +35,7 @@ from autopipe.ir.teams.axes import (
 from autopipe.ir.tensor import TensorSpec
 from autopipe.team import STAGE
 from autopipe.trace.axes.find import attribute
-from autopipe.trace.record.canonical import arguments_text
+from autopipe.trace.record.argument_text import arguments_text
 from autopipe.trace.result import Capture
 from autopipe.trace.teams.arguments import Arguments, along, dropout_rate, floor_divided, rewritten
 

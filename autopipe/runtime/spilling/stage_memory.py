@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe.errors import RunError
 from autopipe.runtime.checkpoint.host_buffer import HostBuffer
 from autopipe.runtime.spilling.copies import Pair
-from autopipe.runtime.spilling.flat import Flat, flat_view
+from autopipe.runtime.spilling.flat_buffers import Flat, flat_view
 
 Slots = Callable[[], Sequence[torch.Tensor]]
 

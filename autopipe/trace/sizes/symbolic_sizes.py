@@ -39,7 +39,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_OF_SUM = 16  # the largest multiple of a sum of lengths that is tried
 
 
-class Fit:
+class SymbolicSizes:
     """The common graph of two recordings. ``narrow`` becomes the graph."""
 
     def __init__(self, narrow: Followed, wide: Followed) -> None:

@@ -20,7 +20,7 @@ class NoRuleError(Exception):
     """The axes of a call cannot be followed; the text says why."""
 
 
-class Leaves:
+class DimensionFactors:
     """All leaves of one model, by number."""
 
     def __init__(self) -> None:

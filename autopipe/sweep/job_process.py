@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopipe.commands import values
+from autopipe.commands import option_values
+from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.checking import check_first
 from autopipe.commands.locks import only_one
 from autopipe.commands.options import launch_settings, train_settings
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
-from autopipe.commands.steps import batch_size_of, prepare
 from autopipe.commands.training import runs
 from autopipe.commands.training.checkpoints import newest_intact
 from autopipe.errors import AutopipeError, DoesNotFitError, RunError
@@ -254,7 +254,7 @@ def _copy(shared: Path, work_dir: Path) -> None:
 
 def _settings(target: str, options: str, work_dir: Path, *, resume: bool = False) -> TrainSettings:
     """Return the settings of a job. ``resume``: without the options of the plan, which the work directory has."""
-    given = values.parsed(json.loads(options), TrainOptions)
+    given = option_values.parsed(json.loads(options), TrainOptions)
     given.setdefault("gpus", 1)
     given.setdefault("max_restarts", 3)
     if resume:

@@ -1,4 +1,4 @@
-"""``Recordings``: the recordings of a run. A batch of a new shape or form gets its own stage code during the run.
+"""``GraphVariants``: the recordings of a run. A batch of a new shape or form gets its own stage code during the run.
 
 All ranks read the same batches in the same order, so they meet a new shape together, between two minibatches. Rank 0
 captures the model at that shape, verifies the capture, cuts it like the plan, and writes it to the folder of stage
@@ -26,13 +26,13 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.microbatch_loss import Shares
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.on_device import Placement
-from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
 from autopipe.runtime.batches.recording import Microbatch, Recording, refuse_other_kinds
+from autopipe.runtime.batches.unseen_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.stage_runner import StageRunner, StageVariant
-from autopipe.runtime.step.shares import Divisors, divisors_of, divisors_of_parts, shares_of
+from autopipe.runtime.step.loss_weights import Divisors, divisors_of, divisors_of_parts, shares_of
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
 from autopipe.workload import Workload
@@ -58,7 +58,7 @@ class _Part:
 
 
 @dataclass(slots=True)
-class Recordings:
+class GraphVariants:
     """The recordings of one rank."""
 
     run: RunDirectory
@@ -97,7 +97,7 @@ class Recordings:
             self.evaluation = [self._load(EVALUATION)]
 
     def microbatches(self, item: Any, placement: Placement, *, training: bool = True) -> list[Microbatch]:
-        """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.shares``).
+        """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.loss_weights``).
 
         Raises: RunError if a part has other tensors than the captured batch.
         """

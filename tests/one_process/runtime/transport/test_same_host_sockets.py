@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from autopipe.ir.messages import ACTIVATION, Channel
-from autopipe.runtime.transport import neighbours
+from autopipe.runtime.transport import same_host_sockets
 from autopipe.runtime.transport.base import TransportClosed, translate
-from autopipe.runtime.transport.neighbours import Neighbours
+from autopipe.runtime.transport.same_host_sockets import Neighbours
 
 CHAIN = [Channel(ACTIVATION, a, a + 1, a, a + 1) for a in range(3)]
 LIMIT = 20.0
@@ -50,7 +50,7 @@ def test_ranks_connect_to_those_that_they_exchange_messages_with():
 
 def test_ranks_of_different_hosts_do_not_connect(monkeypatch):
     hosts = iter(["here", "there"])
-    monkeypatch.setattr(neighbours, "_host", lambda: next(hosts))
+    monkeypatch.setattr(same_host_sockets, "_host", lambda: next(hosts))
     assert partners(connected(2)) == [[], []]
 
 
@@ -58,21 +58,21 @@ def test_a_system_without_such_sockets_uses_gloo(monkeypatch):
     def fails() -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(neighbours, "_host", fails)
+    monkeypatch.setattr(same_host_sockets, "_host", fails)
     assert partners(connected(2)) == [[], []]
 
 
 @pytest.mark.parametrize("hello", [b"", b"short", b"\0" * 36, b"\0" * 100])
 def test_a_stranger_is_rejected(hello, monkeypatch):
-    monkeypatch.setattr(neighbours, "_HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(same_host_sockets, "_HELLO_SECONDS", 0.1)
     bound = threading.Event()
     set_key = dist.HashStore.set
 
     class Store(dist.HashStore):
         def set(self, key: str, value: str) -> None:
-            if key == neighbours._key(1):  # the listener is there, and rank 0 does not know it yet
+            if key == same_host_sockets._key(1):  # the listener is there, and rank 0 does not know it yet
                 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                stranger.connect(neighbours._address(value.split(" ")[1]))
+                stranger.connect(same_host_sockets._address(value.split(" ")[1]))
                 stranger.sendall(hello)
                 strangers.append(stranger)
                 bound.set()

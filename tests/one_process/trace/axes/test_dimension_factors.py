@@ -1,4 +1,4 @@
-"""Leaves: views of one tensor agree on which elements a member has."""
+"""DimensionFactors: views of one tensor agree on which elements a member has."""
 
 import math
 import random
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from autopipe.ir.teams.axes import Place, Segment
-from autopipe.trace.axes.combined import cut, joined
-from autopipe.trace.axes.leaves import Leaves, NoRuleError
+from autopipe.trace.axes.dimension_factors import DimensionFactors, NoRuleError
 from autopipe.trace.axes.shapes import reshaped
+from autopipe.trace.axes.sums_over_members import cut, joined
 
 
 def elements(leaves, tensor, dims, leaf, member):
@@ -34,7 +34,7 @@ def factored(length, choose):
 def test_random_views_of_a_tensor_agree_on_the_elements_of_a_member():
     choose, num_compared = random.Random(0), 0
     for _ in range(300):
-        leaves = Leaves()
+        leaves = DimensionFactors()
         shape = [choose.choice([1, 2, 3, 4, 6, 8]) for _ in range(3)]
         first = tensor = torch.arange(math.prod(shape)).reshape(shape)
         base = dims = leaves.fresh(shape)
@@ -63,7 +63,7 @@ def test_parts_are_joined_to_the_tensor_that_was_cut():
 
 
 def test_sizes_that_are_divided_in_two_ways_stay_whole():
-    leaves = Leaves()
+    leaves = DimensionFactors()
     (twelve,) = leaves.fresh([12])
     leaves.unify(twelve, [*leaves.new(4), *leaves.new(3)])
     leaves.unify(twelve, [*leaves.new(3), *leaves.new(4)])
@@ -72,7 +72,7 @@ def test_sizes_that_are_divided_in_two_ways_stay_whole():
 
 
 def test_slices_are_segments_and_an_axis_must_be_in_each():
-    leaves = Leaves()
+    leaves = DimensionFactors()
     (ten,) = leaves.fresh([10])
     query, key = leaves.cut(ten, 0, 8), leaves.cut(ten, 8, 10)
     heads = leaves.new(2)
@@ -86,7 +86,7 @@ def test_slices_are_segments_and_an_axis_must_be_in_each():
 
 
 def test_slices_at_other_places_refine_the_segments():
-    leaves = Leaves()
+    leaves = DimensionFactors()
     (six,) = leaves.fresh([6])
     first = leaves.cut(six, 0, 4)
     second = leaves.cut(six, 2, 6)
@@ -95,7 +95,7 @@ def test_slices_at_other_places_refine_the_segments():
 
 
 def test_a_slice_of_a_view_is_one_of_its_outer_factor():
-    leaves = Leaves()
+    leaves = DimensionFactors()
     fused = [*leaves.new(3), *leaves.new(4)]
     part = leaves.cut(fused, 4, 8)
     assert part == [fused[1]]
@@ -105,7 +105,7 @@ def test_a_slice_of_a_view_is_one_of_its_outer_factor():
 
 
 def test_a_size_of_the_batch_inside_has_no_place():
-    leaves = Leaves()
+    leaves = DimensionFactors()
     heads, batch = leaves.new(4), leaves.new(5)
     leaves.mark_varying(batch)
     assert leaves.carried([*batch, *heads], leaves.varying()) == (

@@ -13,7 +13,7 @@ from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.values import tensors_in
 
 
-class Known:
+class TensorNodes:
     """Tensors by identity. ``constants``: those that are neither parameters nor buffers, by attribute name."""
 
     def __init__(self, graph: fx.Graph, faked_model: FakedModel) -> None:

@@ -27,7 +27,7 @@ import torch
 
 from autopipe.errors import RunError
 from autopipe.launch.forwarding import forwarded
-from autopipe.launch.remote import facts, network, preflight
+from autopipe.launch.remote import host_description, network, preflight
 from autopipe.launch.remote.agent_pool import AgentPool, command_of
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
@@ -170,7 +170,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def hello(rank: int) -> bytes:
     """Return the line that a rank sends when it joins."""
-    return MARK + json.dumps({"rank": rank, **facts.collect(devices=False)}).encode() + b"\n"
+    return MARK + json.dumps({"rank": rank, **host_description.collect(devices=False)}).encode() + b"\n"
 
 
 def _joined(meeting: socket.socket, count: int) -> dict[int, Connection]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autopipe.script.batch_parts import Parts
-from autopipe.script.notes import Notes
+from autopipe.script.run_summary import Notes
 
 Lines = Any
 
@@ -47,8 +47,8 @@ class Controller:
 
 @pytest.fixture(autouse=True)
 def on_four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.script.notes.usable_cores", lambda: 4)
-    monkeypatch.setattr("autopipe.script.notes.torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("autopipe.script.run_summary.usable_cores", lambda: 4)
+    monkeypatch.setattr("autopipe.script.run_summary.torch.get_num_threads", lambda: 2)
 
 
 def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> None:
@@ -72,7 +72,7 @@ def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> No
 def test_the_predicted_speed_counts_the_cores_that_stages_share(
     threads: int, predicted: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopipe.script.notes.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("autopipe.script.run_summary.torch.get_num_threads", lambda: threads)
     notes = Notes()
     for _ in range(4):
         notes.backward()
@@ -83,7 +83,7 @@ def test_the_predicted_speed_counts_the_cores_that_stages_share(
 
 def test_the_last_line_has_the_seconds_of_a_step(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 14.0, 18.0, 22.0])
-    monkeypatch.setattr("autopipe.script.notes.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("autopipe.script.run_summary.time.monotonic", lambda: next(now))
     notes = Notes(untimed=2)
     for step in range(1, 9):
         notes.step(Controller())  # type: ignore[arg-type]

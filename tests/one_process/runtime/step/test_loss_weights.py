@@ -14,7 +14,7 @@ from support.pipelines import Captured, build, captured_file, minibatches, plan_
 
 from autopipe.generate import load_divisor
 from autopipe.ir.microbatch_loss import Shares
-from autopipe.runtime.step.shares import divisors_of, shares_of
+from autopipe.runtime.step.loss_weights import divisors_of, shares_of
 from autopipe.verify.full_batch import full_batch
 
 
