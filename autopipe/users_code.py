@@ -7,6 +7,7 @@ defines the TARGET. A package that is installed with ``pip install -e`` lies els
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import sysconfig
@@ -47,10 +48,12 @@ def path_in_packages(filename: str) -> str:
 @functools.cache
 def _folders() -> dict[str, tuple[str, ...]]:
     """Return the folders of each library that is known by its place. A folder may be a link."""
-    torch = PathFinder.find_spec("torch")  # no other finder: one may ask for the owner of what it finds
+    # no other finder: one may ask for the owner of what it finds
+    spec = None if TORCH in sys.modules else PathFinder.find_spec(TORCH)
+    torch = importlib.import_module(TORCH).__file__ if spec is None else spec.origin
     folders = {
         AUTOPIPE: [str(Path(__file__).parent)],
-        TORCH: [str(Path(torch.origin).parent)] if torch is not None and torch.origin else [],
+        TORCH: [str(Path(torch).parent)] if torch else [],
         PYTHON: [str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib")],
     }
     return {

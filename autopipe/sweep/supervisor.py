@@ -359,4 +359,4 @@ def _what(error: Exception | None) -> str:
 
 def _worker(function: Function, task: Any, doing: str) -> Worker:
     """Start a process for a task, a dataclass. A sweep file names models by files and modules: no script is needed."""
-    return Worker(function, artifact.encode(task), doing=doing, imports_main=False)
+    return Worker(function, artifact.encode(task), doing=doing)

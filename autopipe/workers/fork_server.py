@@ -57,26 +57,36 @@ def fork(
 ) -> ForkServerProcess:
     """Fork a process that calls a function of a module. If the fork server ends meanwhile, start another.
 
-    ``imports_main``: whether it imports the calling script first, which may define the model.
+    The process has the environment of this one, also where it differs from that of the fork server's start; libraries
+    that torch loads have read theirs by then. ``imports_main``: whether it imports the calling script first, which may
+    define the model.
 
-    Raises: RunError if the fork server ends repeatedly before the process has started.
+    Raises: RunError if the process cannot be started.
     """
     for _ in range(_STARTS):
         preload()
         process = multiprocessing.get_context("forkserver").Process(
-            target=function, args=arguments, name=name, daemon=True
+            target=_run, args=(dict(os.environ), function, arguments), name=name, daemon=True
         )
         try:
             with contextlib.nullcontext() if imports_main else _without_main():
                 process.start()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             time.sleep(_START_PAUSE_SECONDS)  # until the kernel reports its end
+        except OSError as error:
+            raise RunError(f"no process can be started for {name}: {error}") from error
         else:
             return process
     raise RunError(
         f"the process that others are forked from ended {_STARTS} times before this one started: {name}",
         remedy="check whether the machine is short of memory or of processes (ulimit -u)",
     )
+
+
+def _run(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
 
 
 def end_fork_server() -> None:

@@ -71,7 +71,9 @@ class _Log(logging.Handler):
 def run_task(connection: Connection) -> None:
     """Run the function that the first message names, and send its result, or its error. Does not return."""
     die_with_parent()
-    os.setsid()  # it is ended together with the processes that the user's data starts
+    # it is ended together with the processes that the user's data starts; in a session of its own, Linux would weigh an
+    # audit of low priority against all ranks together
+    os.setpgid(0, 0)
     leave_signals_to_supervisor()
     allow_children()
     link = Link(connection)

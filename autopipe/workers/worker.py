@@ -22,7 +22,6 @@ from autopipe.errors import AutopipeError, RunError
 from autopipe.workers.errors import restored
 from autopipe.workers.fork_server import END_SECONDS, death, fork
 from autopipe.workers.task import STOP, Function, run_task
-from autopipe.workers.unguarded import EXIT_CODE, REMEDY, WHAT
 
 Handler = Callable[[str, dict[str, Any]], None]
 """Takes the kind and the fields of a message of the process. If it raises, the process ends."""
@@ -52,15 +51,18 @@ class Worker:
         threads: int = 1,
         failure: type[AutopipeError] = RunError,
         instead: str = "",
-        imports_main: bool = True,
     ) -> None:
         """Start it.
 
         ``doing``: what the function does, for the error if the process ends early, which is a ``failure``. ``threads``:
-        those that torch may use. ``instead``: a further remedy. ``imports_main``: see ``fork``.
+        those that torch may use. ``instead``: a further remedy.
 
         Raises: RunError if it cannot be started.
         """
+        try:
+            folder = str(Path.cwd())
+        except OSError as error:
+            raise RunError(f"{doing}: the working directory was removed", remedy="start in another one") from error
         self._doing, self._failure, self._instead = doing, failure, instead
         self.value: Any = None  # what the function returned
         self.error: Exception | None = None  # what it raised, or the error of its early end
@@ -68,11 +70,11 @@ class Worker:
         self.ended = False
         self.connection, theirs = multiprocessing.get_context("forkserver").Pipe()
         with theirs:
-            self.process = fork(run_task, (theirs,), name=function.__name__, imports_main=imports_main)
+            self.process = fork(run_task, (theirs,), name=function.__name__, imports_main=False)
         request = {
             "function": f"{function.__module__}:{function.__name__}",
             "task": task,
-            "folder": str(Path.cwd()),
+            "folder": folder,
             "threads": threads,
             "log_level": logging.getLogger("autopipe").getEffectiveLevel(),
         }
@@ -124,8 +126,6 @@ class Worker:
 
     def _ended_early(self) -> AutopipeError:
         code = self.process.exitcode
-        if code == EXIT_CODE:
-            return RunError(WHAT, remedy=REMEDY)
         remedy = _KILLED if code == -signal.SIGKILL else _CRASHED
         return self._failure(
             f"{self._doing}: {death(code)}", remedy="; or ".join(filter(None, [remedy, self._instead]))

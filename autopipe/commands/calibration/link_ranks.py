@@ -109,7 +109,7 @@ def _report_of(ends: Sequence[_End]) -> dict[str, Any]:
     try:
         for end in ends:
             task = artifact.encode(end)
-            ranks.append(Worker(measure_end, task, doing="measuring the links", imports_main=False))
+            ranks.append(Worker(measure_end, task, doing="measuring the links"))
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while any(rank.value is None for rank in ranks):
             wait_for(ranks, deadline - time.monotonic())

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import secrets
@@ -285,6 +286,7 @@ def compare_for_run(task: Mapping[str, Any], link: Link) -> None:
     path, step = Path(task["path"]), task["step"]
     log = path / "logs" / "audit.log"
     redirect_output(log)
+    logging.root.handlers.clear()  # the log of the user's code goes there, too, and not to that of the run
     try:
         result = audit(path, step, task["loss"], task["elsewhere"])
     except BaseException as error:

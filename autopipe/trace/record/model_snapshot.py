@@ -52,7 +52,11 @@ class BufferSnapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._registries = [(module._buffers, dict(module._buffers)) for module in modules]
         tensors = {id(buffer): buffer for _, registry in self._registries for buffer in registry.values()}
-        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values() if buffer is not None]
+        self._values = [
+            (buffer, buffer.detach().clone())
+            for buffer in tensors.values()
+            if buffer is not None and not _is_expanded(buffer)
+        ]
 
     def is_empty(self) -> bool:
         """Return whether the modules have no buffers."""
@@ -65,6 +69,13 @@ class BufferSnapshot:
         with torch.no_grad():
             for buffer, value in self._values:
                 buffer.copy_(value)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements share their memory, so that no operation may write to the tensor."""
+    return tensor.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class ModelSnapshot:

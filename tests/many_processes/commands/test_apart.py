@@ -174,6 +174,7 @@ def test_a_model_that_differs_from_process_to_process_is_refused(commands: Comma
 
 GPU = """
 import importlib
+import os
 import sys
 import torch
 from support.fake_gpu import allow_cuda
@@ -186,7 +187,7 @@ from autopipe.workers.fork_server import preload
 from autopipe.pipeline import Pipeline
 
 allow_cuda()
-# the other processes import this file: they say that they compute on a GPU, and compute on the CPU
+# the fork server imports this file: processes that it forks say that they compute on a GPU, and compute on the CPU
 measure = importlib.import_module("autopipe.measure.measure")
 measure.describe_device = lambda device, threads: Device("cuda", "none", 16 << 30, threads)
 checking.place_of = lambda *_: Place("cpu", 1)
@@ -196,7 +197,7 @@ def exhausted(*_, **options):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-if sys.argv[2] == "without memory":
+if os.environ["MEMORY"] == "without memory":
     checking.compare = exhausted
 
 
@@ -209,7 +210,7 @@ def started(*_):
 
 
 def main():
-    preload()
+    preload(["script"])
 
     # this process has a GPU, and must not use it
     used = []
@@ -230,7 +231,7 @@ def main():
         except Started:
             print("ranks would start")
     assert pipe.plan().profile.device.kind == "cuda"
-    assert any(sys.argv[3] in note for note in notes), notes
+    assert any(sys.argv[2] in note for note in notes), notes
     assert any("separate stage code for evaluation" in note for note in notes), notes
     assert not used and not torch.cuda.is_initialized(), used
 
@@ -247,9 +248,9 @@ def test_a_command_never_uses_the_gpu_itself(tmp_path: Path, memory: str, note: 
     tests = Path(__file__).parents[2]
     (tmp_path / "script.py").write_text(GPU)
     done = subprocess.run(
-        [sys.executable, "script.py", str(tests / "shape_models" / "drop_path.py"), memory, note],
+        [sys.executable, "script.py", str(tests / "shape_models" / "drop_path.py"), note],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{tests}:{tmp_path}", "OMP_NUM_THREADS": "1", "MEMORY": memory},
         capture_output=True,
         text=True,
         timeout=under_load(120),

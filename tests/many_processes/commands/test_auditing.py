@@ -62,6 +62,8 @@ def data(batch_size=8):
 
 LOGGING = """
 
+import logging
+
 class Logging(torch.optim.AdamW):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -69,6 +71,7 @@ class Logging(torch.optim.AdamW):
         return super().step(closure)
 
 def optimizer(named_parameters):
+    logging.warning("an optimizer is built")
     return Logging([p for _, p in named_parameters], lr=0.01)
 """
 TENSOR_RATE = """
@@ -191,3 +194,5 @@ def test_values_that_decide_nothing_are_no_difference(text: str, commands: Comma
     _, err = commands.run(*training(steps=4), "--check", "--audit-every", "1")
     assert "4 audited" in err
     assert "3 of 4 steps compared" in err
+    log = (commands.folder / "run" / "logs" / "audit.log").read_text()
+    assert ("an optimizer is built" in log) == ("logging" in text)

@@ -136,7 +136,7 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("frequencies", torch.rand(2), persistent=False)
+        self.register_buffer("frequencies", torch.rand(1).expand(2), persistent=False)
         self.embed, self.out = nn.Embedding(20, 4), nn.Linear(4, 4)
 
     @torch.no_grad()
