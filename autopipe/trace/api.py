@@ -14,7 +14,9 @@ from torch import nn
 from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Node
+from autopipe.trace import two_runs
 from autopipe.trace.after_step import effects_of
+from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
@@ -130,7 +132,7 @@ def _capture(
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
     if others and captured.graph.lengths:
         try:
-            verify_capture(workload, model, captured.module, captured.graph, [*others], seeds=1)
+            verify_capture(workload, model, captured.module, captured.graph, [*others])
         except TraceError as why:
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
@@ -140,14 +142,31 @@ def _capture(
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
         else:
             captured = _bounded(captured, lengths, part)
-    exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)
-    if trains(model) and not fixed and others is None:
-        notes += statistics_notes(captured.graph)
-        captured = dataclasses.replace(
-            captured, coupling=coupling_of(workload, model, item, captured.graph, captured.divisor)
+    return _proven(workload, model, captured, items, in_parts=trains(model) and not fixed and others is None)
+
+
+def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list[Item], *, in_parts: bool) -> Capture:
+    """Compare a capture with the model on real numbers, and add what was found.
+
+    ``items``: the captured batch, and one of another size. ``in_parts``: compare the batch with its microbatches, too.
+    """
+    exact, coupling = True, captured.coupling
+    notes: list[str] = []
+    if in_parts and two_runs.agree(workload, model, captured, items[-1]):
+        if captured.asks_compiling:  # where nothing compiles, the model may compute the same with other bits
+            smallest = workload.split(items[-1], 2)[-1:]
+            exact, notes = verify_capture(workload, model, captured.module, captured.graph, smallest)
+    else:
+        decides = any(node.target == GUARD for node in captured.graph.nodes)  # as the captured batch does
+        exact, notes = verify_capture(
+            workload, model, captured.module, captured.graph, items if decides else items[-1:]
         )
+        if in_parts:
+            notes += statistics_notes(captured.graph)
+            coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
+    notes = [*captured.notes, *notes]
+    return dataclasses.replace(captured, graph=graph, exact=exact, coupling=coupling, notes=tuple(notes))
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -236,9 +255,7 @@ def _verified_at(
     for part in range(min(len(shorter(length.size)) for length in lengths)):
         leaves = cut(workload.leaves(item), lengths, part)
         try:
-            verify_capture(
-                workload, model, captured.module, captured.graph, [workload.with_leaves(item, leaves)], seeds=1
-            )
+            verify_capture(workload, model, captured.module, captured.graph, [workload.with_leaves(item, leaves)])
         except TraceError as why:
             logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
         else:

@@ -31,6 +31,7 @@ class Capture:
     evaluation: dict[str, Arguments]  # node -> its (args, kwargs) in evaluation mode, where they differ
     evaluation_note: str  # why evaluation cannot use this graph, or ""
     notes: tuple[str, ...]  # messages for the user
+    asks_compiling: bool = False  # the model may take another path in plain training, where nothing compiles
     exact: bool | None = None  # whether verification found every bit equal; None if it did not run
     divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
     coupling: Coupling = field(default=Coupling())  # by how much microbatches change the gradient, if verified

@@ -147,7 +147,8 @@ class CaptureStrategies:
         module = assemble(self.model, followed.graph, constants)
         evaluation = {node.name: arguments for node, arguments in differing.items()}
         notes = tuple(dict.fromkeys(followed.recorder.notes))
-        return Capture(graph, module, constants, method, evaluation, note or other, notes)
+        asks = followed.recorder.asks_compiling or self.forward is not None  # export compiles
+        return Capture(graph, module, constants, method, evaluation, note or other, notes, asks)
 
 
 Strategy = Callable[[CaptureStrategies, Followed | TraceError], Capture | None]

@@ -1,8 +1,7 @@
 """Compare the captured graph with the user's model: loss, every gradient and every buffer, on real numbers.
 
-Both run the same three microbatches in turn: the captured batch, a batch of another size with other samples, and the
-first batch with other random numbers. A difference is an error, never a warning: most wrong captures compute the right
-loss and wrong gradients.
+Both run the same microbatches in turn, each with random numbers of its own. A difference is an error, never a warning:
+most wrong captures compute the right loss and wrong gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopipe import draws, sparse
 from autopipe.errors import AutopipeError, RunError, TraceError
@@ -21,7 +19,7 @@ from autopipe.trace.explain import failed_on_real_numbers, short_path
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.record.model_snapshot import buffers_restored, left_as_it_was
 from autopipe.workload import Item, Workload
-from autopipe.workload.batches.layouts import laid_out
+from autopipe.workload.batches.layouts import copied_item
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
@@ -38,20 +36,17 @@ class Outcome:
 
 
 def verify(
-    workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item], *, seeds: int = 2
+    workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item]
 ) -> tuple[bool, list[str]]:
     """Compare the graph with the model on ``items``. Return whether every bit is equal, and notes.
-
-    ``seeds``: the number of random seeds for the first item; the other items use one.
 
     The model is restored. A guard (``autopipe.guards``) may stop any microbatch except the first: the graph then
     detects by itself that it does not apply.
 
     Raises: TraceError with the first value that differs, and both numbers.
     """
-    wheres = [(workload.spec.seed, 0, index) for index in range(len(items))]
-    wheres += [(workload.spec.seed + more, 0, 0) for more in range(1, seeds)]
-    runs = list(zip([*items, *[items[0]] * (seeds - 1)], wheres, strict=True))
+    wheres = [(workload.spec.seed + index, 0, index) for index in range(len(items))]
+    runs = list(zip(items, wheres, strict=True))
     total = max((n.random_position + n.num_random for n in graph.nodes), default=0)
 
     def eager(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
@@ -104,10 +99,9 @@ def _run(
 ) -> Outcome:
     for parameter in model.parameters():
         parameter.grad = None
-    item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)  # a forward may modify its batch
     try:
         with buffers_restored(model):  # every microbatch starts from the same state
-            loss, weight, drawn = forward(item, where)
+            loss, weight, drawn = forward(copied_item(item), where)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
             after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -134,7 +128,7 @@ def _compare(wanted: Outcome, actual: Outcome, label: str, graph: Graph) -> bool
     exact = True
     for name, value in wanted.values.items():
         other = actual.values.get(name)
-        exact &= _compare_one(name, value, other, label, _first_user(graph, name))
+        exact &= compare(name, value, other, label, _first_user(graph, name))
     return exact
 
 
@@ -170,7 +164,14 @@ def _tolerance(name: str) -> float:
     return BUFFER_TOLERANCE if name.startswith("buffer") else LOSS_TOLERANCE
 
 
-def _compare_one(name: str, wanted: Tensor | None, actual: Tensor | None, label: str, where: str) -> bool:
+def compare(name: str, wanted: Tensor | None, actual: Tensor | None, label: str, where: str) -> bool:
+    """Return whether every bit of a value of the model is that of the graph.
+
+    ``name``: "loss", "gradient of ..." or "buffer ...": it decides the tolerance. ``label``: of the run. ``where``: a
+    line.
+
+    Raises: TraceError if the difference is larger than the tolerance.
+    """
     remedy = "what the model does there depends on something outside of its inputs, parameters and buffers"
     if wanted is None or actual is None:
         if wanted is actual:

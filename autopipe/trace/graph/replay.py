@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import keyword
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +28,16 @@ def context_of(meta: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+Drawing = Callable[[tuple[int, int, int], int, int], contextlib.AbstractContextManager[None]]
+"""Seeds a call that draws: of (run seed, minibatch, microbatch), the position of its first draw, and their number."""
+
+
 class Replay(fx.Interpreter):
     """Runs the graph on real tensors. ``where``: (run seed, minibatch, microbatch), which seed the random draws."""
 
-    def __init__(self, module: fx.GraphModule, where: tuple[int, int, int]) -> None:
+    def __init__(self, module: fx.GraphModule, where: tuple[int, int, int], drawing: Drawing = draws.at) -> None:
         super().__init__(module)
-        self.where = where
+        self.where, self.drawing = where, drawing
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node in its context."""
@@ -46,14 +50,16 @@ class Replay(fx.Interpreter):
             if n.meta.get("opaque"):
                 stack.enter_context(draws.inside(self.where, position))
             elif count:
-                stack.enter_context(draws.at(self.where, position, count))
+                stack.enter_context(self.drawing(self.where, position, count))
             return super().run_node(n)
 
 
-def replay(module: fx.GraphModule, leaves: Mapping[str, Tensor], where: tuple[int, int, int]) -> tuple[Tensor, ...]:
+def replay(
+    module: fx.GraphModule, leaves: Mapping[str, Tensor], where: tuple[int, int, int], drawing: Drawing = draws.at
+) -> tuple[Tensor, ...]:
     """Return the outputs of the graph for a batch: the loss, and its weight if it has one."""
     inputs = [leaves[node.name] for node in module.graph.nodes if node.op == "placeholder"]
-    outputs: tuple[Tensor, ...] = Replay(module, where).run(*inputs)
+    outputs: tuple[Tensor, ...] = Replay(module, where, drawing).run(*inputs)
     return outputs
 
 

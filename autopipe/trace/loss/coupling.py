@@ -34,7 +34,7 @@ def coupling_of(workload: Workload, model: nn.Module, item: Item, graph: Graph, 
     parts = workload.split(item, 2)
     if len(parts) < 2:
         return Coupling()
-    shares = _shares(workload, divisor, item, parts)
+    shares = shares_of(workload, divisor, item, parts)
     if divisor is not None and len(divisor.outputs) > 1:
         item, parts, shares = _disagreeing(workload, divisor, item, parts, shares)
     try:
@@ -77,7 +77,7 @@ def _disagreeing(
     for batch in (item, workload.example_item(None)):
         for count in range(2, min(workload.num_samples(batch), _MOST_PARTS) + 1):
             cut = workload.split(batch, count)
-            of_cut = _shares(workload, divisor, batch, cut)
+            of_cut = shares_of(workload, divisor, batch, cut)
             if of_cut.disagreement:
                 return batch, cut, of_cut
     return item, parts, shares
@@ -156,7 +156,8 @@ def normalised_layers(graph: Graph) -> list[str]:
     return list(dict.fromkeys(node.module_path for node in writers))
 
 
-def _shares(workload: Workload, divisor: Divisor | None, item: Item, parts: list[Item]) -> Shares:
+def shares_of(workload: Workload, divisor: Divisor | None, item: Item, parts: list[Item]) -> Shares:
+    """Return the shares of the parts of a batch in its loss. ``divisor``: None for the number of samples."""
     samples = [workload.num_samples(part) for part in parts]
     if divisor is None:
         return Shares.of_samples(samples)

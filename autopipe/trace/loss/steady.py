@@ -23,10 +23,12 @@ from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.ir.graph import Graph
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.workload import Item, Workload
+from autopipe.workload.batches.layouts import copied_item
 
 _COARSE = (torch.bfloat16, torch.float16)
 _AWAY = 0.1  # shift of the weights, relative to a tensor's root mean square
 _SMALL = 0.02  # used in place of the root mean square of a tensor of zeros
+_PATTERN = 4093  # length; a prime number, so that no two rows of a weight are equal
 _NORMAL = 0.37  # common result of every normal draw
 
 
@@ -95,13 +97,14 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
 
 
 def _move(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
+    """Move the weights by a repeated pattern: a random number for each weight would take longer than a forward."""
+    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
     for parameter in model.parameters():
         if not parameter.requires_grad:  # so it is a real or a complex tensor
             continue
         now = parameter.data
         size = float(sparse.wide(now).abs().pow(2).mean().sqrt()) if now.numel() else 0.0
-        noise = torch.randn(now.shape, generator=generator).to(now.device, now.dtype)
+        noise = pattern.to(now.device, now.dtype).repeat(now.numel() // _PATTERN + 1)[: now.numel()].view(now.shape)
         parameter.data = now + noise * (_AWAY * size if size else _SMALL)
 
 
@@ -117,15 +120,9 @@ def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
     for layer in layers:
         layer.momentum = 1.0
     with torch.no_grad(), flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
-        workload.loss(model, _copied(item))
+        workload.loss(model, copied_item(item))
     for layer in layers:
         layer.training = False
-
-
-def _copied(item: Item) -> Item:
-    """Return a copy of a batch, because a forward may change it."""
-    copy: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)
-    return copy
 
 
 def gradients_of(
@@ -137,7 +134,7 @@ def gradients_of(
     weights = 0.0
     for part, factor in zip(parts, factors, strict=True):
         with flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
-            loss, weight = workload.loss(model, _copied(part))
+            loss, weight = workload.loss(model, copied_item(part))
         weights += 0.0 if weight is None else float(weight.detach())
         if loss.requires_grad and (weight is not None or factor):
             torch.autograd.backward(loss * (factor if weight is None else weight.detach()))

@@ -18,7 +18,7 @@ from autopipe.trace.record.faked_model import first_names
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.record.values import version_of
 from autopipe.workload import Item, Workload
-from autopipe.workload.batches.layouts import laid_out
+from autopipe.workload.batches.layouts import copied_item
 from autopipe.workload.cutting.objects import register_objects
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -77,7 +77,7 @@ def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) 
     """
     observed = Observed()
     for index, item in enumerate(items):
-        batch = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
+        batch = copied_item(item)
         calls: dict[str, list[Call]] = {}
         with contextlib.ExitStack() as stack:
             for context in (left_as_it_was(model), _watched(model, calls, observed), flat_checkpoints()):

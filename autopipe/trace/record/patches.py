@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -107,6 +107,9 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             recorder.autocast.pop()
         return leave(self, *error)
 
+    def asked_compiling() -> None:
+        recorder.asks_compiling = recorder.asks_compiling or recorder.listening
+
     def symbolic_len(value: Any) -> Any:
         # len() converts a symbolic size to a number; the user's len(x) means x.shape[0]
         if isinstance(value, torch.Tensor) and value.dim() and recorder.listening:
@@ -132,7 +135,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-        stack.enter_context(as_compiled())
+        stack.enter_context(as_compiled(called=asked_compiling))
         yield reads
 
 
@@ -158,15 +161,19 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 
 
 @contextlib.contextmanager
-def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None]:
+def as_compiled(
+    asked: list[str] | None = None, only: str = "", called: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` return True.
 
-    ``asked``: a list to which every calling place (``file:line``) is added. ``only``: if not "", the only calling place
-    for which it returns True.
+    ``called``: runs at each call. ``asked``: a list to which every calling place (``file:line``) is added. ``only``: if
+    not "", the only calling place for which it returns True.
     """
 
     def yes() -> bool:
         place = ""
+        if called is not None:
+            called()
         if asked is not None:
             frame = calling_frame()
             while frame is not None and frame.f_code.co_name.startswith(

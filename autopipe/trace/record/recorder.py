@@ -141,6 +141,7 @@ class Recorder(TorchFunctionMode):
         self.faked_model, self.symbols, self.watch = faked_model, symbols, watch
         self.random = RandomCount()
         self.notes: list[str] = []
+        self.asks_compiling = False
         self.custom_functions: list[str] = []
         self.construct = ""  # the running call, for messages
         self.operands: list[Tensor] = []  # of the running call

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopipe import draws
 from autopipe.errors import AutopipeError, TraceError
@@ -37,7 +36,7 @@ from autopipe.trace.state.trying.probe import Probe
 from autopipe.trace.state.trying.writer import writing_line
 from autopipe.users_code import is_package
 from autopipe.workload import Item, Workload
-from autopipe.workload.batches.layouts import laid_out
+from autopipe.workload.batches.layouts import copied_item
 
 _ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
@@ -158,7 +157,7 @@ class Look:
 
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""
-        item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
+        item = copied_item(item)
         with draws.flat_checkpoints(), self._seeded(), torch.enable_grad():
             return self.workload.loss(self.model, item)[0].detach()
 

@@ -6,9 +6,11 @@ A forward may read it (``is_contiguous()``, ``stride()``), so a batch that repla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def order_of(tensor: Tensor) -> str:
@@ -54,6 +56,11 @@ def strides_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
             result[dimension] = stride
         extent, other = max(extent, stride * sizes[dimension]), max(other, result[dimension] * int(shape[dimension]), 1)
     return tuple(result)
+
+
+def copied_item(item: Any) -> Any:
+    """Return a copy of a batch whose tensors have the same layouts: a forward may change its batch."""
+    return pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""Prove a captured graph, and that microbatches add up to their batch, with one run of the model and one of the graph.
+
+The model computes a batch and its gradients, the graph the parts of the batch. Both use the same weights, moved from
+their initial values, and every sample has the random numbers of the whole batch. If the loss and every gradient of the
+batch are the weighted sums of the parts', the graph is the model, at three sizes, and no sample depends on another.
+If they are not, one of the two is wrong, or this comparison does not apply: more runs must tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopipe.draws import Draws, flat_checkpoints, is_random
+from autopipe.trace.graph.describe import GUARD
+from autopipe.trace.graph.replay import replay
+from autopipe.trace.loss.coupling import shares_of
+from autopipe.trace.loss.steady import precision_of, steady
+from autopipe.trace.result import Capture
+from autopipe.trace.verify import compare
+from autopipe.workload import Item, Workload
+from autopipe.workload.batches.layouts import copied_item
+
+logger = logging.getLogger(__name__)
+
+# the draws whose numbers do not depend on the values of a tensor
+_CUT = {"bernoulli_", "uniform_", "normal_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_"}
+_CUT |= {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "native_dropout"}
+
+
+class NotCutError(Exception):
+    """A draw of a batch that has no parts for the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """A draw of the whole batch."""
+
+    func: Any
+    args: tuple[Any, ...]  # with tensors on the meta device
+    kwargs: dict[str, Any]
+
+
+class _WholeDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotation for its __init_subclass__
+    """Notes every draw."""
+
+    def __init__(self, where: tuple[int, int, int]) -> None:
+        super().__init__(*where)
+        self.draws: list[_Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_random(func, args, kwargs):
+            self.draws.append(_Draw(func, *pytree.tree_map_only(Tensor, _described, (args, kwargs or {}))))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _described(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class _PartDraws(Draws):  # type: ignore[no-untyped-call]  # as above
+    """Gives the samples of a part the numbers that they have in the whole batch."""
+
+    def __init__(self, where: tuple[int, int, int], first: int, draws: list[_Draw], start: int, total: int) -> None:
+        """``first``: the position of the first draw. ``start``: the first sample of the part, of ``total`` samples."""
+        super().__init__(*where, first=first)
+        self.draws, self.start, self.total = draws, start, total
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_random(func, args, kwargs):
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        draw = self.draws[self.position] if self.position < len(self.draws) else None
+        if draw is None or draw.func is not func:
+            raise NotCutError(f"the graph draws {name} at position {self.position}, and the model does not")
+        if name not in _CUT or any(isinstance(value, Tensor) for value in args[1:]):
+            raise NotCutError(f"{name} draws numbers that are not those of single samples")
+        part = func(*args, **(kwargs or {}))
+        device = pytree.tree_leaves(part)[0].device
+        given = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), draw.args)
+        whole = super().__torch_dispatch__(func, types, given, draw.kwargs)
+        if name == "native_dropout":
+            mask = self._of_part(whole[1], args[0].shape)
+            return args[0] * mask / (1 - args[1]), mask.clone()
+        return part.copy_(self._of_part(whole, part.shape))
+
+    def _of_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        if whole.dim() != len(shape):
+            raise NotCutError(f"a draw of {tuple(whole.shape)} numbers for the batch, and {tuple(shape)} for a part")
+        for dimension, (size, wanted) in enumerate(zip(whole.shape, shape, strict=True)):
+            if size != wanted:
+                whole = whole.narrow(dimension, self.start * size // self.total, wanted)
+        return whole
+
+
+def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) -> bool:
+    """Return whether the loss and the gradients of a batch are those of the graph on its parts. The model is restored.
+
+    False where the comparison does not apply, too: other runs then tell why. Memory: two gradients per parameter, and
+    the weights twice.
+    """
+    parts = workload.split(item, 2) if _applies(workload, model, capture) else []
+    if len(parts) < 2:
+        return False
+    shares = shares_of(workload, capture.divisor, item, parts)
+    if shares.disagreement:
+        return False
+    where, total = (workload.spec.seed + 1, 0, 0), workload.num_samples(item)
+    try:
+        with steady(workload, model, item):
+            whole = _WholeDraws(where)
+            with flat_checkpoints(), whole:
+                loss, weight = workload.loss(model, copied_item(item))
+            wanted = _with_gradients(model, loss)
+            losses: list[Tensor] = []
+            weights: list[Tensor] = []
+            start = 0
+            for part, factor in zip(parts, shares.factors, strict=True):
+                drawing = functools.partial(_drawing, whole.draws, start, total)
+                outputs = replay(capture.module, workload.leaves(copied_item(part)), where, drawing)
+                weights.append(torch.tensor(factor) if weight is None else outputs[1].detach())
+                losses.append(outputs[0] * weights[-1])
+                start += workload.num_samples(part)
+            total_weight = torch.tensor(1.0) if weight is None else torch.stack(weights).sum()
+            actual = _with_gradients(model, torch.stack(losses).sum() / total_weight)
+            if weight is not None:
+                wanted["weight of the loss"], actual["weight of the loss"] = weight.detach(), total_weight
+            for name, value in wanted.items():
+                compare(name, value, actual[name], f"batch of {total} and its parts", "")
+    except Exception as error:
+        logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
+        return False
+    # every draw has a position of its own, in order
+    positions = [
+        position
+        for node in capture.module.graph.nodes
+        for first, count in [node.meta.get("random", (0, 0))]
+        for position in range(first, first + count)
+    ]
+    return positions == list(range(len(whole.draws)))
+
+
+def _applies(workload: Workload, model: nn.Module, capture: Capture) -> bool:
+    """Return whether a graph can be compared on parts, and what it computes is fine enough for their sum."""
+    nodes = capture.graph.nodes
+    return (
+        (capture.divisor is None or len(capture.divisor.outputs) == 1)
+        and not any(node.opaque or node.buffers_written or node.target == GUARD for node in nodes)
+        and precision_of(workload, model, capture.graph) <= torch.finfo(torch.float32).eps
+    )
+
+
+@contextlib.contextmanager
+def _drawing(
+    draws: list[_Draw], start: int, total: int, where: tuple[int, int, int], position: int, count: int
+) -> Iterator[None]:
+    """Give one call of the graph, which draws ``count`` times, the numbers of its samples."""
+    with _PartDraws(where, position, draws, start, total) as drawn:
+        yield
+    if drawn.position != position + count:
+        raise NotCutError(f"a call draws {drawn.position - position} times, and {count} times while it is recorded")
+
+
+def _with_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+    """Return a loss and the gradients of the parameters, which are removed from the model."""
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    values: dict[str, Tensor | None] = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        values[f"gradient of {name}"], parameter.grad = parameter.grad, None
+    return values

@@ -1,0 +1,98 @@
+"""One run of the model and one of the graph prove a capture; a graph that computes something else is seen by them."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from support.models.trace import workload
+from torch import fx
+
+from autopipe.trace import api, capture, two_runs
+
+NAMES = ("plain", "tied", "checkpoint", "custom function", "nn.Transformer")
+
+
+def scaled(graph):
+    """Multiply the last value of a call by 1.002."""
+    nodes = [node for node in graph.nodes if node.op == "call_module" and node.users]
+    node = nodes[-1]
+    with graph.inserting_after(node):
+        product = graph.call_function(torch.mul, (node, 1.002))
+    node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+    product.meta = {**node.meta, "random": (0, 0)}
+
+
+def detached(graph):
+    """Cut the gradient of the first value of a call."""
+    node = next(node for node in graph.nodes if node.op == "call_module" and node.users)
+    with graph.inserting_after(node):
+        value = graph.call_method("detach", (node,))
+    node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not value)
+    value.meta = {**node.meta, "random": (0, 0)}
+
+
+def redrawn(graph):
+    """Give a draw the position of another one."""
+    node = next((node for node in graph.nodes if node.meta.get("random", (0, 0))[1]), None)
+    if node is None:
+        pytest.skip("the model draws nothing")
+    first, count = node.meta["random"]
+    node.meta["random"] = first + 1, count
+
+
+def with_graph(captured, change):
+    module = fx.GraphModule(captured.module, copy.deepcopy(captured.module.graph))
+    for node, original in zip(module.graph.nodes, captured.module.graph.nodes, strict=True):
+        node.meta = dict(original.meta)
+    change(module.graph)
+    return dataclasses.replace(captured, module=module)
+
+
+@pytest.mark.parametrize("change", [scaled, detached, redrawn])
+@pytest.mark.parametrize("name", NAMES)
+def test_another_graph_is_seen(name, change):
+    work = workload(name)
+    model, item = work.build_model(), work.example_item(3)
+    captured = capture(work, model=model)
+    assert two_runs.agree(work, model, captured, item)
+    assert not two_runs.agree(work, model, with_graph(captured, change), item)
+
+
+def test_every_sample_has_the_numbers_of_the_whole_batch():
+    """With numbers of their own, the parts of a batch with dropout do not add up to it."""
+    work = workload("checkpoint")
+    model, item = work.build_model(), work.example_item(3)
+    captured = capture(work, model=model)
+    assert any(node.num_random for node in captured.graph.nodes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_runs._PartDraws, "_of_part", lambda draws, whole, shape: torch.ones(shape))
+        assert not two_runs.agree(work, model, captured, item)
+
+
+def test_a_loss_that_couples_samples_needs_more_runs():
+    work = workload("selecting")
+    model = work.build_model()
+    captured = capture(work, model=model)
+    assert not two_runs.agree(work, model, captured, work.example_item(3))
+    assert captured.coupling.error > 0.01
+
+
+def test_a_capture_computes_two_backwards(monkeypatch):
+    """One of the model on a batch of three samples, and one of the graph on its parts."""
+    work, sizes = workload("plain"), []
+    loss, backward = work.loss, torch.autograd.backward
+
+    def counted(model, item):
+        result = loss(model, item)
+        if result[0].requires_grad and type(result[0]) is torch.Tensor:
+            sizes.append(work.num_samples(item))
+        return result
+
+    backwards = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: (backwards.append(1), backward(*a, **k))[1])
+    monkeypatch.setattr(work, "loss", counted)
+    model = work.build_model()
+    captured = api.capture(work, model=model, lengths=False)
+    assert captured.exact and len(backwards) == 2
+    assert sizes[-1] == 3
