@@ -47,7 +47,7 @@ def _guarded(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concaten
 
     @functools.wraps(method)
     def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        from autopipe.commands.user_imports import refuse_unguarded
+        from autopipe.workers.unguarded import refuse_unguarded
 
         refuse_unguarded()
         return method(self, *args, **kwargs)
@@ -56,16 +56,16 @@ def _guarded(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concaten
 
 
 def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """Run a method that imports the user's files as a command of its own: see ``UserImports``."""
+    """Run a method that imports the user's files as a command of its own: see ``UserModules``."""
 
     @_guarded
     @functools.wraps(method)
     def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        from autopipe.commands.user_imports import USER_IMPORTS
+        from autopipe.commands.user_modules import USER_MODULES
 
         options = self.options | {name: value for name, value in kwargs.items() if value is not None}
-        files = tuple(str(options.get(name)) for name in ("work_dir", *option_values.TARGETS))
-        with USER_IMPORTS.command((self.target, Path.cwd(), files)):
+        files = tuple(str(options.get(name)) for name in option_values.TARGETS)
+        with USER_MODULES.command((self.target, Path.cwd(), files)):
             return method(self, *args, **kwargs)
 
     return run

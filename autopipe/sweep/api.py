@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import WORK_DIRECTORY, Events, StopEvent, ignore_event
-from autopipe.commands.user_imports import refuse_unguarded
 from autopipe.errors import RunError
 from autopipe.report.results import SweepResult, SweepRow, Timetable
 from autopipe.sweep import state
 from autopipe.sweep.file import SweepFile, parse_devices, parse_jobs_per_device, read_sweep
 from autopipe.workers.signals import StopRequest
+from autopipe.workers.unguarded import refuse_unguarded
 
 if TYPE_CHECKING:
     from autopipe.sweep.supervisor import Supervisor

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "script": {*_RUN, "launch", "workers"},
     "commands": {*_RUN, "options", "report", "verify", "workers", "launch", "script"},
     "sweep": {*_RUN, "options", "report", "verify", "workers", "launch", "commands"},
-    "pipeline": {"errors", "options", "commands", "report"},
+    "pipeline": {"errors", "options", "commands", "report", "workers"},
 }
 
 

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
@@ -34,10 +34,9 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.users_code import is_own_file_here
 from autopipe.workload.target.guard import MAIN, refusing_training, run_command
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
-from autopipe.workload.target.sources import SourceLoader, folder_of
 
-Watch = Callable[[Path, str], None]
-"""Receives a folder of the user's modules, and the one package or module there that is the user's; "" for all."""
+Watch = Callable[[str], None]
+"""Receives the absolute path of a target that is a file, else the dotted name."""
 _DEFINES_MODEL = re.compile(r"^(class \w+\(.*Module\)|def (build|get|create)_model\b|model\s*=)", re.MULTILINE)
 _MARK = "__autopipe_loaded__"
 _WATCHES: list[Watch] = []
@@ -108,6 +107,8 @@ def import_target(target: Target) -> ModuleType:
 
     Raises: ModelFileError if it does not exist, or the user's code fails or trains; ``where`` is then the user's line.
     """
+    for watch in _WATCHES:
+        watch(absolute(target.location))
     token = _IMPORTING.set(True)
     try:
         with refusing_training():
@@ -136,9 +137,18 @@ def watching(watch: Watch) -> Iterator[None]:
         _WATCHES.remove(watch)
 
 
-def _report(folder: Path, name: str = "") -> None:
-    for watch in _WATCHES:
-        watch(folder.resolve(), name)
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Runs a file from its text, without Python's cache of compiled files.
+
+    That cache takes a file for unchanged if it has the same size and was last changed in the same second.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the module."""
+        path = self.get_filename(fullname)
+        linecache.cache.pop(path, None)  # tracebacks and ``inspect`` show this text
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 def _import_file(location: str) -> ModuleType:
@@ -148,7 +158,6 @@ def _import_file(location: str) -> ModuleType:
     if not path.is_file():
         raise ModelFileError(f"file not found: {location}", where=str(path), remedy=nearby(path))
     package = package_of(path)
-    _report(path.parent if package is None else package.root)
     if package is not None:
         return _import_member(package, path)
     if sys.path[:1] != [str(path.parent)]:
@@ -179,7 +188,7 @@ def _run(path: Path, name: str, location: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ModelFileError(f"{location} is not a Python file", where=str(path), remedy="give a file that ends in .py")
     if type(spec.loader) is importlib.machinery.SourceFileLoader:
-        spec.loader = SourceLoader(name, str(path))
+        spec.loader = _SourceLoader(name, str(path))
     module = importlib.util.module_from_spec(spec)
     setattr(module, _MARK, True)
     before = sys.modules.get(name)
@@ -244,7 +253,6 @@ def _module_name(path: Path) -> str:
 def _import_package(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
-    _report_package(name.partition(".")[0])
     if not name.strip("."):  # the current folder or one above
         raise _not_a_file(name)
     try:
@@ -284,14 +292,6 @@ def _not_a_file(location: str) -> ModelFileError:
         where=str(Path(location).expanduser().resolve()),
         remedy=f"name one of {what}: {', '.join(named)}" if named else "give a file that ends in .py",
     )
-
-
-def _report_package(name: str) -> None:
-    with contextlib.suppress(ImportError, ValueError):  # reported by the import itself
-        spec = importlib.util.find_spec(name)
-        folder = None if spec is None else folder_of(spec)
-        if spec is not None and folder is not None and (not spec.has_location or is_own_file_here(str(spec.origin))):
-            _report(folder, "" if folder == Path.cwd().resolve() else name)
 
 
 def look_up(module: ModuleType, attribute: str, label: str) -> Any:
