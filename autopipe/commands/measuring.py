@@ -7,6 +7,7 @@ then loads the model as it does with any stored profile: both never hold it in m
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from autopipe.commands.planning.request import (
     MICROBATCH_SIZES,
     NO_SIZES,
     QUICK_SECONDS,
+    SLOW_SECONDS,
     Sizes,
     larger_sizes,
 )
@@ -162,15 +164,18 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     own_size = model.workload.num_samples(model.workload.example_item(None))
     if model.capture.coupling.wants_whole and not sizes.exact:
         sizes = dataclasses.replace(sizes, exact=(sizes.batch_size or own_size,))
-    larger = larger_sizes(sizes.batch_size or own_size)
+    minibatch_size = sizes.batch_size or own_size
+    larger = larger_sizes(minibatch_size)
     if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
         wanted = sizes.exact or (model.workload.num_samples(model.workload.example_item(1)),)
         larger = ()
     elif settings.microbatch_sizes:
         wanted, larger = settings.microbatch_sizes, ()
     else:
-        wanted = _usable(model, sizes, work)
-        larger = () if sizes.exact else larger
+        usable = _usable(model, sizes, work)
+        wanted = tuple(size for size in usable if size <= minibatch_size or size in sizes.exact) or usable[:1]
+        # for another minibatch, which a later command may name
+        larger = () if sizes.exact else (*(size for size in usable if size > wanted[-1]), *larger)
     if settings.estimate:
         profile = estimate(
             alone(model.capture),
@@ -187,6 +192,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
             microbatch_sizes=wanted,
             larger_sizes=larger,
             quick_seconds=QUICK_SECONDS,
+            slow_seconds=math.inf if settings.microbatch_sizes or sizes.exact else SLOW_SECONDS,
             threads=settings.threads or 1,
             progress=work.progress,
         )

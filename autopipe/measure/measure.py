@@ -226,13 +226,15 @@ def measure(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     larger_sizes: Sequence[int] = (),
     quick_seconds: float = math.inf,
+    slow_seconds: float = math.inf,
     threads: int = 1,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure a captured model.
 
     ``larger_sizes``: measured too, except those that take longer than ``quick_seconds`` for a forward and a backward,
-    or more than half of the memory, by the figures of the largest other size.
+    or more than half of the memory, by the figures of the largest other size. ``slow_seconds``: a size is left out with
+    a warning if measuring it and those before it once would take longer; the smallest one never is.
 
     The model's parameters, buffers and gradients and the state of the random number generators do not change. A size
     at which the model cannot run (a BatchNorm of one sample) or does not fit is left out with a warning.
@@ -251,7 +253,7 @@ def measure(
         def further(largest: SizeMeasurement) -> list[SizeMeasurement]:
             return [sized(size) for size in larger_sizes if largest.allows(size, quick_seconds)]
 
-        measured = _in_windows([sized(size) for size in sizes], progress, further)
+        measured = _in_windows([sized(size) for size in sizes], progress, further, slow_seconds)
         measurements = [run.measurement() for run in measured]
         steal_time = {run.subject.size: run.subject.clock.steal_time for run in measured}
         progress("optimizer step", MOST_WINDOWS / (MOST_WINDOWS + 1))
@@ -281,8 +283,9 @@ def _in_windows(
     sizes: list[SizeMeasurement],
     progress: Progress,
     further: Callable[[SizeMeasurement], list[SizeMeasurement]],
+    slow_seconds: float,
 ) -> list[SizeMeasurement]:
-    """Measure all sizes in turns, and return those that could be measured.
+    """Measure all sizes in turns, and return those that could be measured. ``slow_seconds``: see ``measure``.
 
     ``further``: gives the larger sizes that join after the first window; called with the largest size so far.
 
@@ -296,6 +299,11 @@ def _in_windows(
             sizes[0].subject.clock.heat(again=True)
         for index, run in enumerate(tuple(running)):
             size, windows_done = run.subject.size, window + index / len(running)
+            if not window and _seconds_after(running, size, time.monotonic() - begin) > slow_seconds:
+                running.remove(run)
+                what = f"measuring up to it takes more than {slow_seconds:.0f} s (--microbatch-sizes names others)"
+                _log.warning("a microbatch of %d is left out of the profile: %s", size, what)
+                continue
             run.progress = functools.partial(_report, progress, size, windows_done, 1 / len(running))
             try:
                 run.window()
@@ -315,6 +323,12 @@ def _in_windows(
         if not joining and time.monotonic() - begin > ENOUGH_SECONDS:
             break
     return running
+
+
+def _seconds_after(running: list[SizeMeasurement], size: int, seconds: float) -> float:
+    """Return when a size will be measured once, or 0 for the first size. ``seconds``: since the beginning."""
+    samples = sum(run.subject.size for run in running if run.num_windows)
+    return seconds * (1 + size / samples) if samples else 0.0
 
 
 def _report(progress: Progress, size: int, windows_done: float, share: float, text: str, fraction: float) -> None:

@@ -18,6 +18,7 @@ from autopipe.planning.requests import PlanRequest
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 COUNTED_SIZES = (1, 8)  # operations and bytes of sizes between them are interpolated: they grow with the batch
+SLOW_SECONDS = 15.0  # after which no larger size is measured, unless an option names it
 QUICK_SECONDS = 0.25  # the longest forward and backward of a size that is measured only for a large minibatch
 
 

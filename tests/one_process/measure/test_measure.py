@@ -251,6 +251,14 @@ def test_larger_sizes_are_measured_if_they_are_quick_and_fit(seconds, free_bytes
     assert all(sum(cost.forward_seconds for cost in m.costs.values()) > 0 for m in profile.measurements)
 
 
+def test_sizes_that_take_long_are_left_out_with_a_warning(caplog):
+    _, capture, workload = stack_of()
+    with caplog.at_level(logging.WARNING, "autopipe"):
+        profile = measure(capture, workload, device="cpu", microbatch_sizes=(2, 4, 8), slow_seconds=1e-9)
+    assert [measurement.microbatch_size for measurement in profile.measurements] == [2]
+    assert "a microbatch of 4 is left out" in caplog.text and "a microbatch of 8 is left out" in caplog.text
+
+
 def test_a_batch_without_an_input_of_the_graph_is_an_error():
     _, capture, workload = stack_of()
     del workload.shapes["target"]
