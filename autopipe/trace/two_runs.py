@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopipe import sparse
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.graph.replay import replay
@@ -138,6 +139,8 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
             if weight is not None:
                 wanted["weight of the loss"], actual["weight of the loss"] = weight.detach(), total_weight
             for name, value in wanted.items():
+                if value is not None and not bool(sparse.wide(value).isfinite().all()):
+                    return False  # NaN equals NaN
                 compare(name, value, actual[name], f"batch of {total} and its parts", "")
     except Exception as error:
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
