@@ -248,7 +248,7 @@ def test_a_graph_that_differs_from_the_model_is_an_error_with_both_numbers():
     with sender, numbers, pytest.raises(TraceError) as caught:
         capture(Toy(Counting, vectors))
     assert re.match(
-        r"the captured graph is not the model: loss differs, \d\.\d+ and \d\.\d+ \(batch of 3, seed 0\)",
+        r"the captured graph is not the model: loss differs, \d+\.\d+ and \d+\.\d+ \(batch of 3, seed 0\)",
         caught.value.what,
     )
 

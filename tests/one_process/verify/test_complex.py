@@ -11,7 +11,7 @@ import torch
 from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.trace.loss.steady import difference
-from autopipe.trace.verify import _compare_one
+from autopipe.trace.verify import compare
 from autopipe.verify.check import _Plain
 from autopipe.verify.comparison import Worst, relative_error
 from autopipe.verify.in_stages import Trained
@@ -59,12 +59,12 @@ def test_an_imaginary_part_is_compared(other: torch.Tensor) -> None:
     assert relative_error(other.resolve_conj(), ONE) > 5e-3
     assert (difference({"w": sparse.wide(ONE)}, {"w": sparse.wide(other)}) or 0.0) > 5e-3
     with pytest.raises(TraceError, match=r"gradient of w differs, \d.*j"):
-        _compare_one("gradient of w", ONE, other, "", "")
+        compare("gradient of w", ONE, other, "", "")
 
 
 def test_equal_complex_tensors_are_equal() -> None:
     whole = torch.tensor([complex("inf"), complex(float("nan"), 0.0), 1 + 1j])
-    assert _compare_one("gradient of w", whole, whole.clone(), "", "")
+    assert compare("gradient of w", whole, whole.clone(), "", "")
     assert relative_error(ONE, ONE.clone()) == difference({"w": ONE}, {"w": ONE}) == 0.0
     worst = Worst()
     worst.add("w", whole, whole + 1)
@@ -75,7 +75,7 @@ def test_equal_complex_tensors_are_equal() -> None:
 def test_infinities_of_another_sign_are_a_difference(one: str, other: str) -> None:
     values = torch.tensor([1.0, float(one)]), torch.tensor([1.0, float(other)])
     with pytest.raises(TraceError):
-        _compare_one("buffer mask", *values, "", "")
+        compare("buffer mask", *values, "", "")
 
 
 def test_a_complex_model_is_equal_and_its_conjugated_gradient_is_not(
