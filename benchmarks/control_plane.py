@@ -77,7 +77,6 @@ def members(port: int, ranks: range, world_size: int) -> None:
             assert isinstance(start, protocol.Start)
             hosts[rank].attempt, hosts[rank]._numbers = start.attempt, [rank]
             hosts[rank]._ranks = LightRanks()  # type: ignore[assignment]
-            streams[rank].send(protocol.Started(start.attempt))
     stepped = time.monotonic()
     while True:
         begin = time.monotonic()

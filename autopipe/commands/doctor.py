@@ -53,21 +53,18 @@ def examine(work_dir: Path, progress: Progress | None = None) -> Examination:
 def examine_hosts(settings: LaunchSettings, progress: Progress | None = None) -> Examination:
     """Examine what a run on these hosts needs: that they are reachable, compatible, and reach one another."""
     from autopipe.launch.remote import preflight
-    from autopipe.launch.remote.agent_pool import AgentPool
+    from autopipe.launch.remote.ssh_peers import SshPeers
 
     if progress is not None:
         progress("looking at the hosts", 0.0)
     findings: list[Finding] = []
     try:
-        pool = AgentPool([host.name for host in settings.hosts], settings)
-        try:
-            survey = preflight.survey(pool, settings, devices=True)
+        with SshPeers([host.name for host in settings.hosts], settings) as peers:
+            survey = preflight.survey(peers, settings, devices=True)
             findings += preflight.versions(survey)
             findings += preflight.memory(survey, [()] * len(survey.hosts), devices=any(f["gpus"] for f in survey.facts))
             findings += preflight.clocks(survey)
-            findings += preflight.reachable(pool, survey)
-        finally:
-            pool.close()
+            findings += preflight.reachable(peers, survey)
     except RunError as error:
         findings.append(Finding("host", "problem", error.what, error.remedy, error.where.removeprefix("host ")))
     return Examination(tuple(findings))

@@ -15,10 +15,9 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +27,20 @@ import torch
 from autopipe.errors import RunError
 from autopipe.launch.forwarding import forwarded
 from autopipe.launch.remote import host_description, network, preflight
-from autopipe.launch.remote.agent_pool import AgentPool, command_of
 from autopipe.launch.remote.hosts import HERE
-from autopipe.launch.remote.protocol import GATHER_SECONDS, START_SECONDS
+from autopipe.launch.remote.protocol import GATHER_SECONDS
+from autopipe.launch.remote.ssh_peers import SshPeers, command_of, started
 from autopipe.launch.request import LaunchSettings
 from autopipe.users_code import is_own_file
 
 if TYPE_CHECKING:
+    import subprocess
+
     from autopipe.script.rank.server import RankProcess, RankServer
 
 
 MARK = b"autopipe-rank "
+START_SECONDS = 300.0  # for a rank to start: importing torch from a slow disk takes minutes
 # of the line, and of what a login shell prints before it
 _MOST_BYTES = 1 << 16
 _HELLO_SECONDS = 30.0
@@ -113,16 +115,8 @@ class Places:
         return connections
 
     def _over_ssh(self, rank: int, host: str, timeout: float) -> Connection:
-        command = command_of(host, self.settings, JOINING)
-        here, there = socket.socketpair()
-        with there:
-            try:
-                # what the rank prints is on ssh's stderr: stdout belongs to the messages
-                process = subprocess.Popen(command, stdin=there.fileno(), stdout=there.fileno(), start_new_session=True)
-            except OSError as error:
-                here.close()
-                remedy = "install OpenSSH's client" if command[0] == "ssh" else "check --remote-python"
-                raise RunError(f"{command[0]} cannot be started: {error.strerror}", remedy=remedy) from None
+        # what the rank prints is on ssh's stderr: stdout belongs to the messages
+        here, process = started(command_of(host, self.settings, JOINING))
         task = {
             "rank": rank,
             "count": self.count,
@@ -241,8 +235,8 @@ def check(hosts: Sequence[str], settings: LaunchSettings) -> list[str]:
 
     Raises: RunError that names the host and what differs.
     """
-    with _agents(hosts, settings) as pool:
-        survey = preflight.survey(pool, settings, devices=False)
+    with _peers(hosts, settings) as peers:
+        survey = preflight.survey(peers, settings, devices=False)
         findings = preflight.first_problem(preflight.versions(survey))
         for host, facts in zip(survey.hosts, survey.facts, strict=True):
             if not facts["folder"]:
@@ -252,7 +246,7 @@ def check(hosts: Sequence[str], settings: LaunchSettings) -> list[str]:
         if len(survey.hosts) > 1:
             for address, _ in survey.addresses:
                 network.refuse_public(address, trusted=settings.trust_network)
-            findings += preflight.first_problem(preflight.reachable(pool, survey))
+            findings += preflight.first_problem(preflight.reachable(peers, survey))
     return [f"{finding.host}: {finding.name}: {finding.detail}" for finding in findings if finding.state == "note"]
 
 
@@ -263,12 +257,12 @@ def _check_start(hosts: Sequence[str], settings: LaunchSettings, needed_bytes: S
 
     Raises: RunError that names the host and both values.
     """
-    with _agents(hosts, settings) as pool:
-        survey = preflight.survey(pool, settings, devices=False)
+    with _peers(hosts, settings) as peers:
+        survey = preflight.survey(peers, settings, devices=False)
         needed = [
             [size for host, size in zip(hosts, needed_bytes, strict=False) if host == name] for name in survey.hosts
         ]
-        preflight.first_problem(preflight.same_modules(pool, _own_modules()))
+        preflight.first_problem(preflight.same_modules(peers, _own_modules()))
         preflight.first_problem(preflight.memory(survey, needed, devices=False))
 
 
@@ -278,10 +272,5 @@ def _own_modules() -> list[Path]:
     return sorted({Path(file).absolute() for file in files if isinstance(file, str) and is_own_file(file)})
 
 
-@contextlib.contextmanager
-def _agents(hosts: Sequence[str], settings: LaunchSettings) -> Iterator[AgentPool]:
-    pool = AgentPool(list(dict.fromkeys(hosts)), settings)
-    try:
-        yield pool
-    finally:
-        pool.close()
+def _peers(hosts: Sequence[str], settings: LaunchSettings) -> SshPeers:
+    return SshPeers(list(dict.fromkeys(hosts)), settings)

@@ -28,7 +28,6 @@ from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire
 
-START_SECONDS = 300.0
 _CAUSE_SECONDS = 5.0  # until the rank that failed first is seen, after one that ends because of it
 
 

@@ -14,7 +14,7 @@ from support.chaos.scene import Scene
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 BASE = Case(0, 0, "SIGKILL", "save", 3, 5, 0.0, 4, "1f1b", 2, 0, 0, hosts=True)
-CASES = [BASE, replace(BASE, kind="link", moment="step", whom=1), replace(BASE, kind="agent", whom=0, restarts=1)]
+CASES = [BASE, replace(BASE, kind="link", moment="step", whom=1), replace(BASE, kind="peer", whom=0, restarts=1)]
 
 
 @pytest.fixture(scope="module")

@@ -130,12 +130,12 @@ def test_a_killed_rank_is_reported_with_its_host(hosts: Hosts, train) -> None:
     assert_nothing_runs(hosts, 5)
 
 
-def test_a_killed_agent_is_reported_and_its_ranks_end(hosts: Hosts, train) -> None:
+def test_a_killed_peer_is_reported_and_its_ranks_end(hosts: Hosts, train) -> None:
     process = train()
-    hosts.agent(1).kill()
+    hosts.peer(1).kill()
     text = ended(process, 8)
     assert process.returncode == 3
-    assert "the agent on h1 is gone" in text
+    assert "the process on h1 is gone" in text
     assert_nothing_runs(hosts, 5)
 
 
@@ -190,7 +190,7 @@ def test_sigterm_stops_all_hosts_with_a_checkpoint(hosts: Hosts, train, tmp_path
     assert_nothing_runs(hosts, 5)
 
 
-@pytest.mark.parametrize("fault", ["agent", "link"])
+@pytest.mark.parametrize("fault", ["peer", "link"])
 def test_an_elastic_run_continues_on_the_remaining_host_to_equal_weights(
     hosts: Hosts, folder: Path, train, tmp_path: Path, fault: str
 ) -> None:
@@ -200,20 +200,20 @@ def test_an_elastic_run_continues_on_the_remaining_host_to_equal_weights(
     while not latest.is_file():
         assert process.poll() is None, process.communicate()
         short_pause()
-    hosts.agent(1).kill() if fault == "agent" else hosts.link(1, "down")
+    hosts.peer(1).kill() if fault == "peer" else hosts.link(1, "down")
     try:
         end = time.monotonic() + 60
         while '"restart"' not in metrics.read_text() or metrics.read_text().partition('"restart"')[2].count("\n") < 4:
             assert process.poll() is None and time.monotonic() < end, process.communicate()
             short_pause()
         assert sorted(hosts.ranks(0)) == [0, 1]
-        if fault == "agent":
+        if fault == "peer":
             assert not hosts.ranks(1)
         process.send_signal(signal.SIGTERM)
         text = ended(process, 30)
         assert process.returncode == 75
         assert "restart 1 of 1, from the checkpoint of step" in text and "on 2 ranks" in text
-        assert_nothing_runs(hosts, 5 if fault == "agent" else 25)
+        assert_nothing_runs(hosts, 5 if fault == "peer" else 25)
     finally:
         hosts.link(1, "up")
     assert (folder / ".autopipe" / "plan.json").read_bytes() == planned  # the next run may use both hosts again

@@ -1,6 +1,6 @@
 """Ranks of this machine: processes of a fork server that has already imported torch, so that each starts at once.
 
-All launchers start their ranks here: the local one, the agent on a remote host, and the processes of a cluster.
+All launchers start their ranks here: the local one, and the peers on other hosts.
 """
 
 from __future__ import annotations

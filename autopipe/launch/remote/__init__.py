@@ -1,1 +1,1 @@
-"""Ranks on other hosts: agents over ssh, peers over sockets, and the checks before they start."""
+"""Ranks on other hosts: peers over ssh or sockets, and the checks before they start."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from autopipe.errors import RunError
 from autopipe.launch.remote import protocol
-
-A = TypeVar("A", bound=protocol.Message)
+from autopipe.launch.remote.stream import MessageStream, StreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +20,60 @@ class Lost:
     remedy: str
 
 
-class Connection(Protocol):
-    """A connection to the process that runs ranks on another host. No method blocks for long, and none raises."""
+class Peer:
+    """The connection to a process that runs ranks on another host. No method raises."""
 
-    host: str
-    offset_ns: int  # the host's clock minus this one's
+    offset_ns = 0  # the host's clock minus this one's; hosts of a cluster share a time service
+
+    def __init__(self, host: str, stream: MessageStream) -> None:
+        """Take over the stream of a connected process."""
+        self.host, self._stream = host, stream
+        self._reason = ""
 
     def readable(self) -> Sequence[Any]:
-        """Return what to wait for until it is readable."""
-
-    def writable(self) -> Sequence[Any]:
-        """Return what to wait for until it is writable: nothing if every message was sent."""
+        """Return the stream, until the process is lost."""
+        return [] if self._reason else [self._stream]
 
     def send(self, message: protocol.Message) -> None:
-        """Send a message, now or in a later ``receive``."""
+        """Send a message. A process that does not read within ten seconds is lost."""
+        if not self._reason:
+            try:
+                self._stream.send(message)
+            except StreamError as error:
+                self.drop(str(error))
 
     def receive(self) -> Sequence[protocol.Message]:
         """Return the messages that have arrived."""
-
-    def lost(self) -> Lost | None:
-        """Return why nothing more will arrive, None while the connection works."""
+        if self._reason:
+            return []
+        try:
+            return self._stream.receive()
+        except StreamError as error:
+            self.drop(str(error))
+            return []
 
     def drop(self, reason: str) -> None:
-        """Consider the connection lost."""
+        """Consider the process lost."""
+        self._reason = self._reason or reason
+        self._stream.close()
+
+    def lost(self) -> Lost | None:
+        """Return why the process is lost, None while it is connected."""
+        if not self._reason:
+            return None
+        return Lost(
+            f"its process on {self.host} is gone ({self._reason}): it was killed, or the host does not answer",
+            f"check the launcher's output and {self.host} (kernel log, memory, network)",
+        )
+
+    def hold(self) -> None:
+        """Keep the connection open until this process ends, and use it no more."""
+        if not self._reason:
+            self._stream.hold()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
 
 
 _FEW = 16
@@ -55,10 +84,10 @@ BATCH_SECONDS = 0.05
 class Connections:
     """The connections to some hosts."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[Peer]) -> None:
         self.all = connections
         self._selector = selectors.DefaultSelector()
-        self._watched: dict[Any, tuple[int, int]] = {}  # what the selector waits for: its events, and the connection
+        self._watched: dict[Any, int] = {}  # what the selector waits for, and its connection
         self._descriptors: dict[Any, int] = {}  # of these; something that is closed does not know its own
         self._selected = 0.0  # when the selector returned last
         self._reported: set[int] = set()
@@ -88,25 +117,24 @@ class Connections:
                 self._reported.add(index)
                 yield index, lost
 
-    def _watch(self, present: Sequence[tuple[int, Connection]], also: Sequence[Any]) -> set[int]:
+    def _watch(self, present: Sequence[tuple[int, Peer]], also: Sequence[Any]) -> set[int]:
         """Let the selector wait for what is due now. Returns: the connections that have nothing to wait for."""
-        due: dict[Any, tuple[int, int]] = dict.fromkeys(also, (selectors.EVENT_READ, -1))
+        due: dict[Any, int] = dict.fromkeys(also, -1)
         silent = set()
         for index, connection in present:
-            readable, writable = connection.readable(), connection.writable()
-            due.update((thing, (selectors.EVENT_READ, index)) for thing in readable)
-            due.update((thing, (selectors.EVENT_WRITE, index)) for thing in writable)
-            if not readable and not writable:
+            readable = connection.readable()
+            due.update((thing, index) for thing in readable)
+            if not readable:
                 silent.add(index)
         if due != self._watched:
             # the closed ones first: a new one may have the descriptor of a closed one
-            for thing in [thing for thing, entry in self._watched.items() if due.get(thing) != entry]:
+            for thing in [thing for thing, index in self._watched.items() if due.get(thing) != index]:
                 self._selector.unregister(self._descriptors.pop(thing))
                 del self._watched[thing]
-            for thing, (events, index) in due.items():
+            for thing, index in due.items():
                 if thing not in self._watched:
-                    self._descriptors[thing] = self._selector.register(thing, events, index).fd
-                    self._watched[thing] = events, index
+                    self._descriptors[thing] = self._selector.register(thing, selectors.EVENT_READ, index).fd
+                    self._watched[thing] = index
         return silent
 
     def _select(self, timeout: float, num_present: int) -> set[int]:
@@ -130,32 +158,3 @@ class Connections:
         """Send a message to every host that is not lost."""
         for index in self.present:
             self.all[index].send(message)
-
-    def ask(
-        self, questions: Mapping[int, protocol.Message], answer: type[A], seconds: float = protocol.ANSWER_SECONDS
-    ) -> dict[int, A]:
-        """Send a question to each of some hosts and return their answers, by index.
-
-        Raises: RunError for the first host that refuses, is lost, or does not answer in time.
-        """
-        for index, question in questions.items():
-            self.all[index].send(question)
-        answers: dict[int, A] = {}
-        others: list[tuple[int, protocol.Message]] = []
-        end = time.monotonic() + seconds
-        while len(answers) < len(questions):
-            for index, message in self.receive(0.1):
-                host = self.all[index].host
-                if isinstance(message, answer) and index in questions:
-                    answers[index] = message
-                elif isinstance(message, protocol.Refused):
-                    raise RunError(message.what, where=message.where or f"host {host}", remedy=message.remedy)
-                elif isinstance(message, Lost):
-                    raise RunError(message.message, where=f"host {host}", remedy=message.remedy)
-                elif not isinstance(message, protocol.Beats):
-                    others.append((index, message))
-            if time.monotonic() > end:
-                late = [self.all[index].host for index in questions if index not in answers]
-                raise RunError(f"no answer from {', '.join(late)} within {seconds:.0f} s", remedy="check these hosts")
-        self._pending += others
-        return answers

@@ -2,10 +2,10 @@
 
 ::
 
-    agents --survey--> Survey (facts, clocks, addresses) --+--> versions, memory, clocks    do the hosts fit together?
-       |                                                   |
-       +--reachable: every host to every other ------------+
-       +--same_files: run directory, plan, stages, model --+--> findings, in this order
+    peers --survey--> Survey (facts, clocks, addresses) --+--> versions, memory, clocks    do the hosts fit together?
+      |                                                   |
+      +--reachable: every host to every other ------------+
+      +--same_files: run directory, plan, stages, model --+--> findings, in this order
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from autopipe import __version__
 from autopipe.errors import RunError
 from autopipe.launch.remote import network, protocol
-from autopipe.launch.remote.agent_pool import AgentPool, prepare_message
 from autopipe.launch.remote.finding import Finding
 from autopipe.launch.remote.rank_host import file_digest
+from autopipe.launch.remote.ssh_peers import SshPeers, first_question
 from autopipe.launch.request import LaunchSettings
 from autopipe.units import GIB, as_size_option, in_bytes
 
@@ -39,25 +39,26 @@ class Survey:
     """The descriptions of the hosts, in the order of the hosts."""
 
     hosts: tuple[str, ...]
-    facts: tuple[Mapping[str, Any], ...]  # of ``remote.facts.collect``, and "folder": whether the directory exists
+    facts: tuple[Mapping[str, Any], ...]  # of ``remote.answers.prepare``
     offsets_seconds: tuple[float, ...]  # each host's clock minus this machine's
     addresses: tuple[tuple[str, str], ...]  # (address, interface) towards the other hosts
 
 
-def survey(pool: AgentPool, settings: LaunchSettings, *, devices: bool) -> Survey:
+def survey(peers: SshPeers, settings: LaunchSettings, *, devices: bool) -> Survey:
     """Describe every host. Raises: RunError for a host that cannot be reached or does not answer."""
-    indices = range(len(pool.agents))
-    prepared = pool.ask({i: prepare_message(devices=devices) for i in indices}, protocol.Prepared)
-    facts = tuple({**prepared[i].facts, "folder": prepared[i].folder} for i in indices)
-    for index, agent in enumerate(pool.agents):
-        agent.offset_ns = _clock_offset_ns(pool, index)
-    questions = {i: protocol.FindAddress(settings.interface, _other_host(facts, i)) for i in indices}
-    addresses = pool.ask(questions, protocol.Address)
+    facts = tuple(peers.ask_all(first_question(devices=devices)))
+    for index, peer in enumerate(peers.peers):
+        peer.offset_ns = _clock_offset_ns(peers, index)
+    questions = {
+        index: protocol.Ask("address", {"interface": settings.interface, "towards": _other_host(facts, index)})
+        for index in range(len(facts))
+    }
+    addresses = peers.ask(questions)
     return Survey(
-        hosts=tuple(agent.host for agent in pool.agents),
+        hosts=tuple(peer.host for peer in peers.peers),
         facts=facts,
-        offsets_seconds=tuple(agent.offset_ns / 1e9 for agent in pool.agents),
-        addresses=tuple((addresses[i].address, addresses[i].interface) for i in indices),
+        offsets_seconds=tuple(peer.offset_ns / 1e9 for peer in peers.peers),
+        addresses=tuple((addresses[index][0], addresses[index][1]) for index in questions),
     )
 
 
@@ -71,17 +72,17 @@ def _other_host(facts: Sequence[Mapping[str, Any]], index: int) -> str:
     return (remote or ["127.0.0.1"])[0]
 
 
-def _clock_offset_ns(pool: AgentPool, index: int) -> int:
+def _clock_offset_ns(peers: SshPeers, index: int) -> int:
     """Return a host's clock minus this one's, in nanoseconds.
 
     It uses the fastest of several round trips, and assumes that both directions take equally long.
     """
     rounds = []
-    for number in range(_CLOCK_ROUNDS):
+    for _ in range(_CLOCK_ROUNDS):
         sent = time.time_ns()
-        clock = pool.ask({index: protocol.ReadClock(number)}, protocol.Clock)[index]
+        there = int(peers.ask({index: protocol.Ask("clock", {})})[index])
         received = time.time_ns()
-        rounds.append((received - sent, clock.time_ns - (sent + received) // 2))
+        rounds.append((received - sent, there - (sent + received) // 2))
     return min(rounds)[1]
 
 
@@ -160,19 +161,22 @@ def clocks(survey: Survey) -> Iterator[Finding]:
         yield Finding("clock", "note" if far else "ok", f"{offset * 1e3:+.1f} ms from this machine's", fix, host)
 
 
-def reachable(pool: AgentPool, survey: Survey) -> Iterator[Finding]:
+def reachable(peers: SshPeers, survey: Survey) -> Iterator[Finding]:
     """Connect every host to every other, at the addresses that the ranks use."""
     if len(survey.hosts) == 1:
         return
-    probes = {i: protocol.Probe(address) for i, (address, _) in enumerate(survey.addresses)}
-    ports = {i: answer.port for i, answer in pool.ask(probes, protocol.Probing).items()}
-    targets = tuple((host, survey.addresses[i][0], ports[i]) for i, host in enumerate(survey.hosts))
-    questions = {i: protocol.Reach(targets[:i] + targets[i + 1 :], _REACH_SECONDS) for i in ports}
-    answers = pool.ask(questions, protocol.Reached)
+    own = [address for address, _ in survey.addresses]
+    ports = peers.ask({index: protocol.Ask("listen", {"address": address}) for index, address in enumerate(own)})
+    targets = [(host, own[index], ports[index]) for index, host in enumerate(survey.hosts)]
+    questions = {
+        index: protocol.Ask("reach", {"targets": targets[:index] + targets[index + 1 :], "seconds": _REACH_SECONDS})
+        for index in ports
+    }
+    reasons = peers.ask(questions)
     for index, host in enumerate(survey.hosts):
         address, interface = survey.addresses[index]
-        for name, reason in answers[index].failures:
-            peer_address = survey.addresses[survey.hosts.index(name)][0]
+        for name, reason in reasons[index].items():
+            peer_address = own[survey.hosts.index(name)]
             yield Finding(
                 "network",
                 "problem",
@@ -180,11 +184,11 @@ def reachable(pool: AgentPool, survey: Survey) -> Iterator[Finding]:
                 "open the firewall between these hosts for each other, or choose another network with --interface",
                 host,
             )
-        if not answers[index].failures:
+        if not reasons[index]:
             yield Finding("network", "ok", f"{address} ({interface}) reaches every other host", host=host)
 
 
-def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterator[Finding]:
+def same_files(peers: SshPeers, folder: Path, models: Sequence[Path]) -> Iterator[Finding]:
     """Compare the files that the hosts read with those of this machine.
 
     A file with a random content shows whether ``folder`` is the same directory. ``models``: the user's own files.
@@ -200,44 +204,42 @@ def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterato
         paths = [folder / name for name in ("job.json", "plan.json", "graph.json")]
         paths += [path for path in sorted((folder / "stages").rglob("*")) if path.is_file()]
         here = {str(path): file_digest(path) for path in (secret, *paths, *models)}
-        questions = {i: protocol.Digest(tuple(here)) for i in range(len(pool.agents))}
-        answers = pool.ask(questions, protocol.Digests)
+        answers = peers.ask_all(protocol.Ask("digests", {"paths": list(here)}))
     finally:
         secret.unlink(missing_ok=True)
-    for index, agent in enumerate(pool.agents):
-        digests = answers[index].digests
+    for peer, digests in zip(peers.peers, answers, strict=True):
         if digests[str(secret)] != here[str(secret)]:
             yield Finding(
                 "run directory",
                 "problem",
                 f"{folder} is another folder on this host",
                 "name one with --run-dir that all hosts share, such as on NFS",
-                agent.host,
+                peer.host,
             )
             continue
-        yield Finding("run directory", "ok", f"{folder} is shared", host=agent.host)
+        yield Finding("run directory", "ok", f"{folder} is shared", host=peer.host)
         different = [path for path in here if digests[path] != here[path]]
         for path in different:
             what = "differs on this host (SHA-256 mismatch)" if digests[path] else "does not exist on this host"
             detail = f"{path} {what}"
-            fix = f"copy it to {agent.host}, or keep it where all hosts share it"
-            yield Finding("model" if Path(path) in models else "plan", "problem", detail, fix, agent.host)
+            fix = f"copy it to {peer.host}, or keep it where all hosts share it"
+            yield Finding("model" if Path(path) in models else "plan", "problem", detail, fix, peer.host)
         if not different:
-            yield Finding("model and plan", "ok", "the same files", host=agent.host)
+            yield Finding("model and plan", "ok", "the same files", host=peer.host)
 
 
-def same_modules(pool: AgentPool, paths: Sequence[Path]) -> Iterator[Finding]:
+def same_modules(peers: SshPeers, paths: Sequence[Path]) -> Iterator[Finding]:
     """Compare source files with those of this machine. A host may lack a file."""
     here = {str(path): file_digest(path) for path in paths}
-    answers = pool.ask({i: protocol.Digest(tuple(here)) for i in range(len(pool.agents))}, protocol.Digests)
-    for index, agent in enumerate(pool.agents):
+    answers = peers.ask_all(protocol.Ask("digests", {"paths": list(here)}))
+    for peer, digests in zip(peers.peers, answers, strict=True):
         for path, digest in here.items():
-            there = answers[index].digests[path]
+            there = digests[path]
             if there and there != digest:
                 detail = f"{path} has the SHA-256 {there[:16]}... on this host, and {digest[:16]}... here"
-                fix = f"copy it to {agent.host}, or keep it where all hosts share it"
-                yield Finding("script", "problem", detail, fix, agent.host)
-        yield Finding("script", "ok", "the same modules", host=agent.host)
+                fix = f"copy it to {peer.host}, or keep it where all hosts share it"
+                yield Finding("script", "problem", detail, fix, peer.host)
+        yield Finding("script", "ok", "the same modules", host=peer.host)
 
 
 def first_problem(findings: Iterator[Finding]) -> list[Finding]:

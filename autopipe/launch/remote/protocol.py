@@ -1,26 +1,22 @@
 """The protocol between the process that watches a run and the processes that hold its ranks on other hosts.
 
-It is the same whether this tool started the process over ssh (an agent) or a cluster's launcher did (a peer). Over ssh
-the first message is ``Prepare`` of the watcher, otherwise ``Hello`` of the peer::
+Each of these is a peer, whether ssh or a cluster's launcher started it: it starts its ranks, reports what they do, and
+ends when the watcher or the connection to it does::
 
-    watcher -> host                               host -> watcher
-      Start       specs of its ranks                Started
+    watcher -> peer                               peer -> watcher
+      Start       specs of its ranks
       Stop        before which minibatch            Event      what a rank reported, or its exit
       WriteStacks                                   Stacks     unusual process states
       End                                           Ended
-                                                    Beats      the heartbeats of ranks that moved, each second
-
-    ssh only: questions before the start          ssh only: their answers
-      Prepare     directory, environment            Prepared   versions, memory, addresses
-      ReadClock                                     Clock
-      Digest      paths                             Digests
-      FindAddress interface, peer                   Address
-      Probe, Reach, Listen                          Probing, Reached, Listening
-      KeepAlive                                     Refused    in place of any answer
-
-    a cluster's launcher only                     a cluster's launcher only
-      Finish, Fail: leave, with this result         Hello      rank and host
+      Finish, Fail: leave, with this result         Beats      the heartbeats of ranks that moved, each second
                                                     Signaled   the host received a signal
+
+    ssh only: the connection is stdin and stdout
+      Ask         a question before the start       Answer, or Fail
+      KeepAlive   each few seconds
+
+    a cluster's launcher only: the connection is TCP
+                                                    Hello      rank and host
 
 A message is one line of JSON: its fields, and ``kind``, the name of its class.
 """
@@ -41,11 +37,10 @@ from autopipe.launch.request import WorkerSpec
 
 BEAT_SECONDS = 0.25  # between two reports of heartbeats, while the ranks agree where to stop
 MOVED_SECONDS = 1.0  # between two reports at other times
-KEEP_ALIVE_SECONDS = 2.0  # between two messages to an agent, at most
-LOST_SECONDS = 6.0  # without a message from an agent, its host is lost
-SILENCE_SECONDS = 15.0  # without a message, an agent considers its host cut off and ends
+KEEP_ALIVE_SECONDS = 2.0  # between two messages over ssh, at most
+LOST_SECONDS = 6.0  # without a message over ssh from ranks that have begun, their host is lost
+SILENCE_SECONDS = 15.0  # without a message over ssh, a peer considers its host cut off and ends
 ANSWER_SECONDS = 60.0  # for an answer to a question
-START_SECONDS = 300.0  # for the ranks to start: importing torch from a slow disk takes minutes
 STACKS_SECONDS = 2.0  # for the ranks to write their stacks
 END_SECONDS = 8.0  # for the ranks to end
 GATHER_SECONDS = 600.0  # for all processes of a cluster's launcher to connect: queues and pods start slowly
@@ -79,13 +74,6 @@ class WriteStacks:
 @dataclass(frozen=True, slots=True)
 class End:
     """Kill the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """All ranks of the host have started."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,127 +130,27 @@ class Ended:
     attempt: int
 
 
-# -- ssh: questions before the start ---------------------------------------------------------------------------------
+# -- ssh -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Enter a directory, set the environment and describe the host."""
+class Ask:
+    """A question to the host before ranks start there: a function of ``launch.remote.answers``."""
 
-    cwd: str
-    environment: dict[str, str]
-    devices: bool  # describe the GPUs too
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The host's description."""
-
-    facts: dict[str, Any]  # of ``remote.facts.collect``
-    folder: bool  # whether the directory exists
+    question: str
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadClock:
-    """Read the host's clock."""
+class Answer:
+    """The answer to a question. Without one, the host sends ``Fail``."""
 
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The host's wall time."""
-
-    id: int
-    time_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """Hash some files."""
-
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """The SHA-256 by path, "" for a file that cannot be read."""
-
-    digests: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class FindAddress:
-    """Find the host's address: of an interface, or "" for the one on the route to ``towards``."""
-
-    interface: str
-    towards: str
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An address of the host, and its interface."""
-
-    address: str
-    interface: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Listen for the connections of ``Reach``, until the ranks start."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probing:
-    """The port that the host listens on."""
-
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Connect to other hosts."""
-
-    targets: tuple[tuple[str, str, int], ...]  # (name, address, port)
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """The hosts that could not be reached: (name, reason)."""
-
-    failures: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Listen on behalf of rank 0, whose store other ranks connect to."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """The address that rank 0 listens on."""
-
-    address: str
-    port: int
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Show an agent that the connection works."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A question failed. The fields are those of ``AutopipeError``."""
-
-    what: str
-    where: str
-    remedy: str
+    """Show a host that the connection works."""
 
 
 # -- a cluster's launcher --------------------------------------------------------------------------------------------
@@ -324,10 +212,8 @@ class Fail:
 
 
 Message = (
-    Start | Stop | WriteStacks | End | Started | Event | Beats | Stacks | Ended
-    | Prepare | Prepared | ReadClock | Clock | Digest | Digests | FindAddress | Address | Probe | Probing
-    | Reach | Reached | Listen | Listening | KeepAlive | Refused
-    | Hello | Signaled | Finish | Fail
+    Start | Stop | WriteStacks | End | Event | Beats | Stacks | Ended
+    | Ask | Answer | KeepAlive | Hello | Signaled | Finish | Fail
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 

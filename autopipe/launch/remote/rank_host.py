@@ -1,6 +1,6 @@
 """The ranks of one host under a watcher elsewhere: handles its messages and reports what the ranks do.
 
-Agents and peers share this class; they differ in how they were started, and in how they detect a lost watcher.
+A rank that cannot be started is reported as an error of that rank.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autopipe.errors import AutopipeError
 from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.remote import protocol
+from autopipe.launch.remote import network, protocol
 
 # a network file system shows a new file to other hosts with a delay
 VISIBLE_SECONDS = 30.0
@@ -32,22 +32,32 @@ class RankHost:
         self._scratch, self._send = scratch, send
         self._ranks: ForkedRanks | None = None
         self._numbers: list[int] = []
-        self._beating = threading.Lock()
+        self._listeners: list[socket.socket] = []
         self._beaten = 0.0  # when heartbeats were sent last
         self._known: dict[int, Beat] = {}  # those that were sent last
         self.attempt = 0
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks were started here and not ended since; their processes may have exited."""
+        return self._ranks is not None
 
     def waitable(self) -> list[Any]:
         """Return the objects that become ready when a rank reports something or ends."""
         return self._ranks.waitable() if self._ranks is not None else []
 
-    def handle(self, message: protocol.Message, listener: socket.socket | None = None) -> None:
-        """Do what a message requests; ignore messages that do not concern ranks. ``listener``: for rank 0.
+    def listen(self, address: str) -> int:
+        """Listen on an address until the ranks start, and return the port. Rank 0 gets the last such socket.
 
-        Raises: WorkerError if a rank cannot be started.
+        Raises: RunError if the address cannot be used.
         """
+        self._listeners.append(network.listen(address))
+        return int(self._listeners[-1].getsockname()[1])
+
+    def handle(self, message: protocol.Message) -> None:
+        """Do what a message requests; ignore messages that do not concern ranks."""
         if isinstance(message, protocol.Start):
-            self._start(message, listener)
+            self._start(message)
         elif isinstance(message, protocol.Stop) and self._ranks is not None:
             self._ranks.set_stop(message.before, message.agreed)
         elif isinstance(message, protocol.WriteStacks):
@@ -57,9 +67,8 @@ class RankHost:
             self.end()
             self._send(protocol.Ended(self.attempt))
 
-    def _start(self, start: protocol.Start, listener: socket.socket | None) -> None:
-        with self._beating:
-            self.attempt, self._known = start.attempt, {}
+    def _start(self, start: protocol.Start) -> None:
+        self.attempt, self._known = start.attempt, {}
         self._numbers = [spec.rank for spec in start.specs]
         if start.job and not _becomes_visible(Path(start.job), start.digest):
             host = socket.gethostname()
@@ -69,13 +78,20 @@ class RankHost:
             )
             return
         scratch = self._scratch / str(start.attempt)
-        scratch.mkdir()
-        self._ranks = ranks = ForkedRanks(scratch, start.specs[0].world_size)
-        for spec in start.specs:
-            store = spec.store or f"file://{scratch / 'store'}"
-            own = replace(spec, store=store, heartbeats=str(ranks.heartbeats))
-            ranks.start(own, listener if spec.rank == 0 else None)
-        self._send(protocol.Started(self.attempt))
+        try:
+            scratch.mkdir()
+            self._ranks = ranks = ForkedRanks(scratch, start.specs[0].world_size)
+            for spec in start.specs:
+                store = spec.store or f"file://{scratch / 'store'}"
+                own = replace(spec, store=store, heartbeats=str(ranks.heartbeats))
+                ranks.start(own, self._listeners[-1] if self._listeners and spec.rank == 0 else None)
+        except AutopipeError as error:
+            self._refuse(error.what, error.remedy)
+        except OSError as error:
+            self._refuse(str(error), "check the disk and the limits (ulimit) of this host")
+        finally:
+            while self._listeners:
+                self._listeners.pop().close()
 
     def _refuse(self, what: str, remedy: str) -> None:
         """Report an error as if the first rank had raised it."""
@@ -96,22 +112,15 @@ class RankHost:
         ``now=False``: only if a second has passed, or a stop is being agreed. A message without heartbeats is sent,
         too: it shows that this host is alive.
         """
-        with self._beating:  # read and sent under one lock: an older heartbeat never follows a newer one
-            beats = self._beats()
-            agreeing = any(beat.stop >= 0 for beat in beats.values())
-            if not now and not agreeing and time.monotonic() - self._beaten < protocol.MOVED_SECONDS:
-                return
-            self._beaten = time.monotonic()
-            moved = (protocol.RankBeat.of(*entry) for entry in beats.items() if self._known.get(entry[0]) != entry[1])
-            self._send(protocol.Beats(self.attempt, tuple(moved)))
-            self._known = beats
-
-    def _beats(self) -> dict[int, Beat]:
         ranks = self._ranks
-        try:
-            return {rank: ranks.beat(rank) for rank in self._numbers} if ranks is not None else {}
-        except ValueError:  # another thread has just ended the ranks, and closed the heartbeats
-            return {}
+        beats = {rank: ranks.beat(rank) for rank in self._numbers} if ranks is not None else {}
+        agreeing = any(beat.stop >= 0 for beat in beats.values())
+        if not now and not agreeing and time.monotonic() - self._beaten < protocol.MOVED_SECONDS:
+            return
+        self._beaten = time.monotonic()
+        moved = (protocol.RankBeat.of(*entry) for entry in beats.items() if self._known.get(entry[0]) != entry[1])
+        self._send(protocol.Beats(self.attempt, tuple(moved)))
+        self._known = beats
 
     def end(self) -> None:
         """Kill the ranks."""

@@ -19,16 +19,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autopipe import __version__
 from autopipe.errors import RunError, counted
 from autopipe.launch.rank.forked import ForkedRanks
 from autopipe.launch.remote import network, protocol
-from autopipe.launch.remote.connections import Connections, Lost
+from autopipe.launch.remote.connections import Connections, Peer
 from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.remote.remote_ranks import RemoteRanks
@@ -49,74 +47,22 @@ _ONE_COMMAND = (
 )
 
 
-class Peer:
+class Member(Peer):
     """The connection to the process of one other rank."""
-
-    offset_ns = 0  # hosts of a cluster share a time service
 
     def __init__(self, hello: protocol.Hello, stream: MessageStream) -> None:
         """Take over the stream of a process that has introduced itself."""
-        self.hello, self._stream = hello, stream
-        self.host = hello.host
-        self._reason = ""
-
-    def readable(self) -> Sequence[Any]:
-        """Return the stream, until the process is lost."""
-        return [] if self._reason else [self._stream]
-
-    def writable(self) -> Sequence[Any]:
-        """Return nothing: ``send`` blocks until a message is sent."""
-        return []
-
-    def send(self, message: protocol.Message) -> None:
-        """Send a message. A process that does not read within ten seconds is lost."""
-        if not self._reason:
-            try:
-                self._stream.send(message)
-            except StreamError as error:
-                self.drop(str(error))
-
-    def receive(self) -> Sequence[protocol.Message]:
-        """Return the messages that have arrived."""
-        if self._reason:
-            return []
-        try:
-            return self._stream.receive()
-        except StreamError as error:
-            self.drop(str(error))
-            return []
-
-    def drop(self, reason: str) -> None:
-        """Consider the process lost."""
-        self._reason = self._reason or reason
-        self._stream.close()
-
-    def lost(self) -> Lost | None:
-        """Return why the process is lost, None while it is connected."""
-        if not self._reason:
-            return None
-        return Lost(
-            f"its process on {self.host} is gone ({self._reason}): it was killed, or the host does not answer",
-            f"check the launcher's output and {self.host} (kernel log, memory, network)",
-        )
-
-    def hold(self) -> None:
-        """Keep the connection open until this process ends, and use it no more."""
-        if not self._reason:
-            self._stream.hold()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._stream.close()
+        super().__init__(hello.host, stream)
+        self.hello = hello
 
 
-def _introduced(stream: MessageStream) -> Peer | None:
-    """Return the peer that has connected, None for a stranger."""
+def _introduced(stream: MessageStream) -> Member | None:
+    """Return the process that has connected, None for a stranger."""
     try:
         (message,) = stream.receive()
     except (StreamError, ValueError):
         return None
-    return Peer(message, stream) if isinstance(message, protocol.Hello) else None
+    return Member(message, stream) if isinstance(message, protocol.Hello) else None
 
 
 class Rendezvous:
@@ -126,7 +72,7 @@ class Rendezvous:
         """Accept connections on a listening socket; None if rank 0 is the only rank."""
         self.identity = identity
         self.address = "127.0.0.1" if listener is None else str(listener.getsockname()[0])
-        self.peers: dict[int, Peer] = {}  # by rank
+        self.peers: dict[int, Member] = {}  # by rank
         self._listener = listener
         self._pending: dict[int, tuple[MessageStream, float]] = {}  # by descriptor: not introduced yet; since when
         self._attempts = 0

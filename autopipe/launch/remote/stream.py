@@ -1,4 +1,4 @@
-"""Lines over a pair of pipes or a socket. Reading never blocks; sending blocks for a time that the owner chooses."""
+"""Messages as lines over a socket, or stdin and stdout. Reading never blocks; sending blocks for a time."""
 
 from __future__ import annotations
 
@@ -39,24 +39,27 @@ def wait_readable(things: Iterable[Any], timeout: float | None = None) -> set[An
     return set(wait(things, timeout))
 
 
+def take_stdin_and_stdout() -> tuple[int, int]:
+    """Return descriptors of stdin and stdout, which no child process has. What this process prints goes to stderr."""
+    descriptors = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return descriptors
+
+
 class MessageStream:
     """Messages over two channels, which may be one socket."""
 
-    def __init__(
-        self, source: Channel, sink: Channel, *, strict: bool = True, send_seconds: float | None = SEND_SECONDS
-    ) -> None:
+    def __init__(self, source: Channel, sink: Channel, *, strict: bool = True) -> None:
         """Take over two channels.
 
         ``strict``: a line that is not a message is an error; otherwise it is skipped, such as the greeting of a login
-        shell. ``send_seconds``: the longest that ``send`` blocks; None: for as long as it takes; 0: not at all, and
-        ``flush`` sends the rest later.
+        shell.
         """
-        self._source, self._sink = source, sink
-        self._strict, self._send_seconds = strict, send_seconds
+        self._source, self._sink, self._strict = source, sink, strict
         self._received = b""
-        self._unsent = b""
-        self.num_received = 0  # bytes
-        self.sink_closed = False
         for channel in (source, sink):
             os.set_blocking(channel.fileno(), False)
 
@@ -77,40 +80,26 @@ class MessageStream:
         except ValueError:  # a closed file
             return -1
 
-    @property
-    def sink(self) -> Channel:
-        """The channel to wait for while ``unsent``."""
-        return self._sink
-
-    @property
-    def unsent(self) -> bool:
-        """Whether a message, or a part of one, waits to be sent."""
-        return bool(self._unsent) and not self.sink_closed
-
     def send(self, message: Message) -> None:
         """Send a message. Raises: StreamError if the other end is gone or does not read in time."""
-        self._unsent += encode(message)
-        end = None if self._send_seconds is None else time.monotonic() + self._send_seconds
-        self.flush()
-        while self._unsent and self._send_seconds != 0:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                raise StreamError("the connection broke: timed out")
-            poll = select.poll()
-            poll.register(self._sink.fileno(), select.POLLOUT)
-            poll.poll(None if left is None else left * 1e3)
-            self.flush()
-
-    def flush(self) -> None:
-        """Send as much as the other end takes now. Raises: StreamError if it is gone."""
+        unsent, end = encode(message), time.monotonic() + SEND_SECONDS
         try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._sink.fileno(), self._unsent) :]
-        except BlockingIOError:
-            return
+            while unsent := unsent[self._write(unsent) :]:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise StreamError("the connection broke: timed out")
+                poll = select.poll()
+                poll.register(self._sink.fileno(), select.POLLOUT)
+                poll.poll(left * 1e3)
         except (OSError, ValueError) as error:  # ValueError: a closed file
-            self._unsent = b""
             raise StreamError(f"the connection broke: {getattr(error, 'strerror', None) or error}") from None
+
+    def _write(self, data: bytes) -> int:
+        """Write as much as the other end takes now; return the number of bytes."""
+        try:
+            return os.write(self._sink.fileno(), data)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived completely.
@@ -125,7 +114,6 @@ class MessageStream:
             raise StreamError(f"the connection broke: {getattr(error, 'strerror', None) or error}") from None
         if not chunk:
             raise StreamError("the connection was closed")
-        self.num_received += len(chunk)
         *lines, self._received = (self._received + chunk).split(b"\n")
         if self._strict and len(self._received) > LARGEST_LINE_BYTES:
             raise StreamError("a line is too long for a message")
@@ -142,14 +130,8 @@ class MessageStream:
         """Stop using the stream, but keep it open until this process ends."""
         os.dup(self._source.fileno())
 
-    def close_sink(self) -> None:
-        """Close the sending side."""
-        self.sink_closed = True
-        with contextlib.suppress(OSError):
-            self._sink.close()
-
     def close(self) -> None:
         """Close both sides."""
-        self.close_sink()
-        with contextlib.suppress(OSError):
-            self._source.close()
+        for channel in (self._sink, self._source):
+            with contextlib.suppress(OSError):
+                channel.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.launch.remote import host_description, network
+from autopipe.launch.remote.stream import take_stdin_and_stdout
 from autopipe.script.rank.serve import LOSES, at_sigterm, attend, leave
 from autopipe.script.rank_locations import hello
 from autopipe.script.wire import GoneError, Wire
@@ -24,11 +25,7 @@ class _Pipes:
     """stdin and stdout as one end of a connection, with the methods of a socket that ``Wire`` uses."""
 
     def __init__(self) -> None:
-        self._input, self._output = os.dup(0), os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)  # what the model prints
+        self._input, self._output = take_stdin_and_stdout()
 
     def fileno(self) -> int:
         """Return what becomes ready when a message arrives."""

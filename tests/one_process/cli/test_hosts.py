@@ -45,7 +45,7 @@ def test_impossible_host_options_are_usage_errors(words: list[str], message: str
     assert message in done.stderr
 
 
-def test_a_dry_run_shows_the_command_of_each_host_and_the_input_of_its_agent(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_command_of_each_host_and_the_input_of_its_peer(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("me@h1 slots=2\nh2 slots=1\n")
     (tmp_path / "my config").write_text("")
     words = ["--hostfile", "list", "--ssh-config", "my config", "--remote-python", "/opt/my py/python", "--dry-run"]
@@ -55,9 +55,9 @@ def test_a_dry_run_shows_the_command_of_each_host_and_the_input_of_its_agent(tmp
     assert (first["host"], first["ranks"], second["ranks"]) == ("me@h1", [0, 1], [2])
     ssh = first["command"]
     assert ssh[:3] == ["ssh", "-F", "my config"] and ssh[-3:-1] == ["--", "me@h1"]
-    assert shlex.split(ssh[-1]) == ["/opt/my py/python", "-P", "-m", "autopipe.launch.remote.agent"]
-    prepare, start = (json.loads(line) for line in first["stdin"].splitlines())
-    assert (prepare["kind"], prepare["cwd"]) == ("Prepare", str(tmp_path))
+    assert shlex.split(ssh[-1]) == ["/opt/my py/python", "-P", "-m", "autopipe.launch.remote.peer"]
+    ask, start = (json.loads(line) for line in first["stdin"].splitlines())
+    assert (ask["kind"], ask["question"], ask["arguments"]["folder"]) == ("Ask", "prepare", str(tmp_path))
     specs = [decoding.decode(WorkerSpec, spec, "spec") for spec in start["specs"]]
     assert [(s.rank, s.local_rank, s.local_world_size, s.world_size) for s in specs] == [(0, 0, 2, 3), (1, 1, 2, 3)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list", "my config"]

@@ -15,7 +15,7 @@ from autopipe.launch.remote import network, protocol, rank_host
 from autopipe.launch.remote.connections import Connections
 from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
-from autopipe.launch.remote.rendezvous import Peer, Rendezvous
+from autopipe.launch.remote.rendezvous import Member, Rendezvous
 from autopipe.launch.remote.stream import MessageStream
 
 RANKS = 64
@@ -99,10 +99,10 @@ def test_a_host_sends_one_message_each_second_about_the_ranks_that_moved(monkeyp
 
 def test_only_connections_with_messages_are_read(monkeypatch):
     pairs = [socket.socketpair() for _ in range(RANKS)]
-    peers = [Peer(hello(rank), MessageStream(own, own)) for rank, (own, _) in enumerate(pairs)]
+    peers = [Member(hello(rank), MessageStream(own, own)) for rank, (own, _) in enumerate(pairs)]
     reads: list[int] = []
-    receive = Peer.receive
-    monkeypatch.setattr(Peer, "receive", lambda peer: (reads.append(peer.hello.rank), receive(peer))[1])
+    receive = Member.receive
+    monkeypatch.setattr(Member, "receive", lambda peer: (reads.append(peer.hello.rank), receive(peer))[1])
     connections = Connections(peers)
     ended = protocol.Ended(1)
     for rank in (3, 40, 3):

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support.waiting import under_load, wait_until
 
 from autopipe import __version__
 from autopipe.commands.doctor import examine_hosts
 from autopipe.errors import RunError
-from autopipe.launch.remote import network, preflight
-from autopipe.launch.remote.agent_pool import AgentPool
+from autopipe.launch.remote import network, preflight, protocol
+from autopipe.launch.remote.answers import answer
+from autopipe.launch.remote.connections import Peer
 from autopipe.launch.remote.preflight import Survey
-from autopipe.launch.request import Host, LaunchSettings
+from autopipe.launch.remote.rank_host import RankHost
+from autopipe.launch.remote.ssh_peers import SshPeers, first_question
+from autopipe.launch.request import Host, LaunchSettings, WorkerSpec
 
 GIB = 2**30
 
@@ -128,35 +135,93 @@ def test_the_address_of_a_store_is_parsed() -> None:
 
 
 @pytest.fixture
-def agents():
-    started = AgentPool(["localhost", "127.0.0.1"], LaunchSettings())
-    yield started
-    started.close()
+def peers():
+    with SshPeers(["localhost", "127.0.0.1"], LaunchSettings()) as started:
+        yield started
 
 
-def test_two_agents_answer_and_reach_each_other(agents: AgentPool, tmp_path: Path) -> None:
-    findings = preflight.survey(agents, LaunchSettings(), devices=False)
+def test_two_peers_answer_and_reach_each_other(peers: SshPeers, tmp_path: Path) -> None:
+    findings = preflight.survey(peers, LaunchSettings(), devices=False)
     assert {finding.state for finding in preflight.versions(findings)} == {"ok"}
     assert findings.addresses == (("127.0.0.1", "lo"),) * 2
     assert all(abs(seconds) < 5 for seconds in findings.offsets_seconds)
-    assert [finding.state for finding in preflight.reachable(agents, findings)] == ["ok", "ok"]
+    assert [finding.state for finding in preflight.reachable(peers, findings)] == ["ok", "ok"]
     (tmp_path / "model.py").write_text("x = 1\n")
-    shared = list(preflight.same_files(agents, tmp_path, [tmp_path / "model.py"]))
+    shared = list(preflight.same_files(peers, tmp_path, [tmp_path / "model.py"]))
     assert [finding.state for finding in shared] == ["ok"] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
 
 
-def test_a_failure_of_an_agent_is_an_error_with_its_host(agents: AgentPool) -> None:
+def test_a_question_without_an_answer_is_an_error_with_its_host(peers: SshPeers) -> None:
     with pytest.raises(RunError, match="nosuch") as caught:
-        preflight.survey(agents, LaunchSettings(interface="nosuch"), devices=False)
-    assert "--interface" in caught.value.remedy
+        preflight.survey(peers, LaunchSettings(interface="nosuch"), devices=False)
+    assert "--interface" in caught.value.remedy and caught.value.where.startswith("host ")
 
 
-def test_a_killed_agent_is_named(agents: AgentPool) -> None:
-    preflight.survey(agents, LaunchSettings(), devices=False)
-    agents.agents[1].process.kill()
-    with pytest.raises(RunError, match=r"the agent on 127.0.0.1 is gone \(killed by signal 9\)"):
-        preflight.survey(agents, LaunchSettings(), devices=False)
+@pytest.mark.parametrize("ask", [protocol.Ask("meaning", {}), protocol.Ask("clock", {"of": "the tower"})])
+def test_an_unknown_question_is_refused(ask: protocol.Ask, tmp_path: Path) -> None:
+    refused = answer(ask, RankHost(tmp_path, lambda message: None))
+    assert isinstance(refused, protocol.Fail) and f"no answer to '{ask.question}'" in refused.what
+
+
+def test_a_killed_peer_is_named(peers: SshPeers) -> None:
+    preflight.survey(peers, LaunchSettings(), devices=False)
+    peers.peers[1].process.kill()
+    with pytest.raises(RunError, match=r"the process on 127.0.0.1 is gone \(killed by signal 9\)"):
+        preflight.survey(peers, LaunchSettings(), devices=False)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process runs. One that has lost its parent stays a zombie until process 1 notices."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_peer_ends_with_its_stdin(peers: SshPeers) -> None:
+    preflight.survey(peers, LaunchSettings(), devices=False)  # the fork server imports torch meanwhile
+    left = [child for peer in peers.peers for child in psutil.Process(peer.process.pid).children(recursive=True)]
+    assert left
+    for peer in peers.peers:
+        Peer.close(peer)
+        assert peer.process.wait(under_load(3.0)) == 1
+    wait_until(lambda: not any(map(runs, left)), 1.0)
+
+
+def impatient(assignment: str) -> subprocess.Popen[bytes]:
+    """Start a peer in which a constant has another value."""
+    pipe = subprocess.PIPE
+    start = f"from autopipe.launch.remote import peer, protocol; {assignment}; peer.main()"
+    return subprocess.Popen([sys.executable, "-c", start], stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe)
+
+
+def test_a_peer_that_hears_nothing_ends() -> None:
+    with impatient("protocol.SILENCE_SECONDS = 0.5") as process:
+        assert process.wait(under_load(10.0)) == 1
+        assert process.stderr is not None and b"nothing was heard" in process.stderr.read()
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    return "multiprocessing.forkserver" in " ".join(process.cmdline())
+
+
+def test_a_peer_ends_with_its_stdin_while_it_waits_for_the_fork_server(tmp_path: Path) -> None:
+    spec = WorkerSpec(
+        run=str(tmp_path), rank=0, world_size=1, store="", heartbeats="", body="train", timeout_seconds=60.0
+    )
+    with impatient("peer.LEAVE_SECONDS = 0.2") as process:
+        assert process.stdin is not None
+        process.stdin.write(protocol.encode(first_question(devices=False)))
+        process.stdin.flush()
+        peer = psutil.Process(process.pid)
+        wait_until(lambda: any(map(is_fork_server, peer.children())), 10.0)
+        children = peer.children()  # also multiprocessing's resource tracker
+        next(filter(is_fork_server, children)).suspend()
+        process.stdin.write(protocol.encode(protocol.Start(1, (spec,))))
+        process.stdin.close()
+        process.wait(under_load(5.0))
+        wait_until(lambda: not any(map(runs, children)), 1.0)
 
 
 def test_doctor_reports_an_unreachable_host_as_a_finding() -> None:

@@ -41,10 +41,9 @@ MESSAGES: tuple[protocol.Message, ...] = (
     protocol.Event(1, {"kind": "spans", "rank": 1, "spans": [["F", 1.0, 2.0]]}),
     protocol.Beats(1, (BEAT,)),
     protocol.Stacks(1, ((1, "stopped by a signal"),)),
-    protocol.Prepare("/home/me", {"OMP_NUM_THREADS": "1"}, False),
-    protocol.Digests({"/model.py": ""}),
-    protocol.Reach((("h1", "10.0.0.1", 4000),), 3.0),
-    protocol.Reached((("h1", "timed out"),)),
+    protocol.Ask("prepare", {"folder": "/home/me", "environment": {"OMP_NUM_THREADS": "1"}, "devices": False}),
+    protocol.Answer({"/model.py": ""}),
+    protocol.Answer(4000),
     protocol.Hello("0.1", 1, 2, 0, 1, "h1"),
     protocol.Fail("boom", "rank 1", "", 3),
 )
@@ -106,9 +105,6 @@ class Played:
         self.reason = ""
 
     def readable(self) -> Sequence[Any]:
-        return []
-
-    def writable(self) -> Sequence[Any]:
         return []
 
     def send(self, message: protocol.Message) -> None:

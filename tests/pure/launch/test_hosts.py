@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.errors import RunError
-from autopipe.launch.remote.agent_pool import command_of
 from autopipe.launch.remote.hosts import assign, parse_hostfile, parse_hosts, total_slots
+from autopipe.launch.remote.ssh_peers import command_of
 from autopipe.launch.request import Host, LaunchSettings
 
 HARMLESS = set(string.ascii_letters + string.digits + "._-@:")
@@ -71,7 +71,7 @@ def test_a_shell_metacharacter_is_refused(text: str):
 def test_the_remote_command_has_the_same_words_after_a_shell_parsed_it(python: str):
     words = command_of("h1", LaunchSettings(hosts=(Host("h1"),), remote_python=python))
     assert words[0] == "ssh" and words[-3:-1] == ("--", "h1")
-    assert shlex.split(words[-1]) == [python, "-P", "-m", "autopipe.launch.remote.agent"]
+    assert shlex.split(words[-1]) == [python, "-P", "-m", "autopipe.launch.remote.peer"]
 
 
 def test_this_machine_needs_no_ssh():
@@ -79,7 +79,7 @@ def test_this_machine_needs_no_ssh():
         "/p",
         "-P",
         "-m",
-        "autopipe.launch.remote.agent",
+        "autopipe.launch.remote.peer",
     )
 
 

@@ -37,7 +37,7 @@ _HERE = {
 _HOSTS = {
     **dict.fromkeys(TO_RANKS, (1, ("step", "save", "start", "restart"))),
     "SIGABRT": (1, ("step", "save")),  # another SIGSEGV, with which thirty cases cover everything
-    "agent": (2, ("step", "save", "start", "restart")),
+    "peer": (2, ("step", "save", "start", "restart")),
     "fork server": (1, ("step", "save", "start")),
     "ssh client": (2, ("step", "save", "start")),
     "link": (2, ("step", "save", "start")),

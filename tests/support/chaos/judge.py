@@ -50,7 +50,7 @@ _SAYS = {
     "disk full": "No space left on device",
     "read-only": "Read-only file system",
 }
-# agents end their ranks after fifteen seconds of silence, which takes three seconds
+# peers end their ranks after fifteen seconds of silence, which takes three seconds
 _CUT_OFF_SECONDS = 20.0
 
 
@@ -198,7 +198,7 @@ def _codes(case: Case) -> tuple[int, ...]:
         return (1, 3)
     if case.kind == "exception":  # the next attempt reads the same data
         return (3,)
-    if case.attempts_left and case.moment == "start" and case.kind in ("agent", "ssh client"):
+    if case.attempts_left and case.moment == "start" and case.kind in ("peer", "ssh client"):
         return (0, 1)  # no rank can fail before ranks exist: an unreachable host is reported immediately
     if case.attempts_left and (case.kind != "link" or case.elastic):
         return (0,)

@@ -129,8 +129,8 @@ def _strike_host(scene: Scene) -> None:
     hosts, whom = scene.hosts, scene.case.whom
     if scene.case.kind == "link":
         hosts.link(1, "down")
-    elif scene.case.kind == "agent":
-        hosts.agent(whom).kill()
+    elif scene.case.kind == "peer":
+        hosts.peer(whom).kill()
     elif scene.case.kind == "ssh client":
         next(p for p in hosts.processes(0) if p.name() == "ssh" and hosts.names[whom] in p.cmdline()).kill()
 

@@ -93,10 +93,10 @@ class Hosts:
         words = (line.split() for line in run(*self.inside(index, "ss", "-Hltn")).splitlines())
         return {word[3].rpartition(":")[0] for word in words if not word[3].endswith(":22")}
 
-    def agent(self, index: int) -> psutil.Process:
-        """Return the agent of a host."""
-        agents = [p for p in self.processes(index) if "autopipe.launch.remote.agent" in words(p)]
-        return next(p for p in agents if Path(p.exe()).name.startswith("python"))
+    def peer(self, index: int) -> psutil.Process:
+        """Return the process that started the ranks of a host."""
+        peers = [p for p in self.processes(index) if "autopipe.launch.remote.peer" in words(p)]
+        return next(p for p in peers if Path(p.exe()).name.startswith("python"))
 
 
 def words(process: psutil.Process) -> list[str]:
