@@ -181,9 +181,10 @@ def test_a_second_ctrl_c_ends_all_hosts_immediately(hosts: Hosts, train) -> None
     assert_nothing_runs(hosts, 5)
 
 
-def test_sigterm_stops_all_hosts_with_a_checkpoint(hosts: Hosts, train, tmp_path) -> None:
+@pytest.mark.parametrize("of", ["the command", "its process on a host"])
+def test_sigterm_stops_all_hosts_with_a_checkpoint(hosts: Hosts, train, tmp_path, of: str) -> None:
     process = train()
-    process.send_signal(signal.SIGTERM)
+    (process if of == "the command" else hosts.peer(1)).send_signal(signal.SIGTERM)
     ended(process, 30)
     assert process.returncode == 75
     assert (tmp_path / "run" / "checkpoints" / "latest").is_file()

@@ -11,12 +11,13 @@ import pytest
 
 from autopipe import __version__
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.remote import network, protocol, rank_host
+from autopipe.launch.remote import network, protocol, rank_host, remote_ranks
 from autopipe.launch.remote.connections import Connections
 from autopipe.launch.remote.rank_environment import RankIdentity
 from autopipe.launch.remote.rank_host import RankHost
 from autopipe.launch.remote.rendezvous import Member, Rendezvous
 from autopipe.launch.remote.stream import MessageStream
+from autopipe.launch.request import WorkerSpec
 
 RANKS = 64
 
@@ -95,6 +96,20 @@ def test_a_host_sends_one_message_each_second_about_the_ranks_that_moved(monkeyp
         host.send_beats(now=False)
         now[0] += protocol.BEAT_SECONDS
     assert [len(message.beats) for message in sent] == [4] + [0] * 7
+
+
+def test_a_rank_that_cannot_be_started_is_an_error_of_that_rank(tmp_path):
+    sent: list[Any] = []
+    host = RankHost(tmp_path / "none", sent.append)
+    spec = WorkerSpec(
+        run="/none", rank=3, world_size=4, store="tcp://127.0.0.1:1", heartbeats="", body="train", timeout_seconds=60.0
+    )
+    port = host.listen("127.0.0.1")
+    host.handle(protocol.Start(2, (spec,)))
+    (event,) = sent
+    assert (event.attempt, event.event["kind"], event.event["rank"]) == (2, "error", 3)
+    assert "No such file or directory" in event.event["message"] and remote_ranks.problem(event.event) == ""
+    assert network.reach("127.0.0.1", port, 1.0) != ""  # nothing listens any more
 
 
 def test_only_connections_with_messages_are_read(monkeypatch):
