@@ -77,7 +77,10 @@ def run_task(connection: Connection) -> None:
     leave_signals_to_supervisor()
     allow_children()
     link = Link(connection)
-    request = json.loads(connection.recv_bytes())
+    try:
+        request = json.loads(connection.recv_bytes())
+    except EOFError:  # the other process was interrupted before it sent the task
+        os._exit(1)
     os.chdir(request["folder"])
     torch.set_num_threads(request["threads"])
     logging.basicConfig(level=request["log_level"], handlers=[_Log(link)], force=True)
