@@ -113,5 +113,5 @@ def _start(request: LaunchRequest, peers: SshPeers, survey: preflight.Survey, pl
     if len(survey.hosts) > 1:
         address = survey.addresses[0][0]
         store = network.tcp_address(address, peers.ask({0: protocol.Ask("listen", {"address": address})})[0])
-    for peer, placement, (_, interface) in zip(peers.peers, placements, survey.addresses, strict=True):
-        peer.send(placement.start(request, store, interface))
+    places = zip(placements, survey.addresses, strict=True)
+    peers.start([placement.start(request, store, interface) for placement, (_, interface) in places])

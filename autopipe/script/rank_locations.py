@@ -29,7 +29,7 @@ from autopipe.launch.forwarding import forwarded
 from autopipe.launch.remote import host_description, network, preflight
 from autopipe.launch.remote.hosts import HERE
 from autopipe.launch.remote.protocol import GATHER_SECONDS
-from autopipe.launch.remote.ssh_peers import SshPeers, command_of, started
+from autopipe.launch.remote.ssh_peers import START_SECONDS, SshPeers, command_of, started
 from autopipe.launch.request import LaunchSettings
 from autopipe.users_code import is_own_file
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 MARK = b"autopipe-rank "
-START_SECONDS = 300.0  # for a rank to start: importing torch from a slow disk takes minutes
 # of the line, and of what a login shell prints before it
 _MOST_BYTES = 1 << 16
 _HELLO_SECONDS = 30.0

@@ -26,6 +26,7 @@ _PEER = "autopipe.launch.remote.peer"
 _OPTIONS = ("BatchMode=yes", "ServerAliveInterval=2", "ServerAliveCountMax=2", "ConnectTimeout=10")
 _LONGEST_ERRORS = 4000
 _EXIT_SECONDS = 2.0
+START_SECONDS = 300.0  # for ranks to start: importing torch from a slow disk takes minutes
 # ssh's exit code for its own failures, and for a remote command that a signal ended
 _SSH_FAILED = 255
 
@@ -178,24 +179,41 @@ class SshPeers(Connections):
 
         Raises: RunError for the first host that refuses, is lost, or does not answer in time.
         """
-        for index, question in questions.items():
-            self.peers[index].send(question)
         answers: dict[int, Any] = {}
-        end = time.monotonic() + protocol.ANSWER_SECONDS
-        while len(answers) < len(questions):
-            for index, message in self.receive(0.1):
-                host = self.peers[index].host
-                if isinstance(message, protocol.Answer):
-                    answers[index] = message.value
-                elif isinstance(message, protocol.Fail):
-                    raise RunError(message.what, where=message.where or f"host {host}", remedy=message.remedy)
-                elif isinstance(message, Lost):
-                    raise RunError(message.message, where=f"host {host}", remedy=message.remedy)
-            if time.monotonic() > end:
-                late = ", ".join(self.peers[index].host for index in questions if index not in answers)
-                what = f"no answer from {late} within {protocol.ANSWER_SECONDS:.0f} s"
-                raise RunError(what, remedy="check these hosts")
+        for index, message in self._replies(questions, protocol.ANSWER_SECONDS):
+            if isinstance(message, protocol.Answer):
+                answers[index] = message.value
         return answers
+
+    def start(self, starts: Sequence[protocol.Start]) -> None:
+        """Start the ranks of each host, and return when all hosts have started theirs, or reported why not.
+
+        Raises: RunError for the first host that is lost, or does not start them in time.
+        """
+        for index, message in list(self._replies(dict(enumerate(starts)), START_SECONDS)):
+            if isinstance(message, protocol.Event):
+                self.keep(index, message)
+
+    def _replies(
+        self, requests: Mapping[int, protocol.Message], seconds: float
+    ) -> Iterator[tuple[int, protocol.Message]]:
+        """Send a request to each of some hosts, and yield what they send until each has replied."""
+        for index, request in requests.items():
+            self.peers[index].send(request)
+        waiting, end = set(requests), time.monotonic() + seconds
+        while waiting:
+            # a host may send more than one message: all that have arrived are yielded
+            for index, message in list(self.receive(0.1)):
+                where = f"host {self.peers[index].host}"
+                if isinstance(message, protocol.Fail):
+                    raise RunError(message.what, where=message.where or where, remedy=message.remedy)
+                if isinstance(message, Lost):
+                    raise RunError(message.message, where=where, remedy=message.remedy)
+                waiting.discard(index)
+                yield index, message
+            if waiting and time.monotonic() > end:
+                late = ", ".join(self.peers[index].host for index in sorted(waiting))
+                raise RunError(f"no answer from {late} within {seconds:.0f} s", remedy="check these hosts")
 
     def ask_all(self, question: protocol.Ask) -> list[Any]:
         """Return the answers of all hosts to one question. Raises: RunError as ``ask``."""
