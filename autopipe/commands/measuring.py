@@ -173,8 +173,9 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
         wanted, larger = settings.microbatch_sizes, ()
     else:
         usable = _usable(model, sizes, work)
-        wanted = tuple(size for size in usable if size <= minibatch_size or size in sizes.exact) or usable[:1]
-        # for another minibatch, which a later command may name
+        wanted = usable
+        if not settings.estimate:  # larger sizes are for another minibatch, which a later command may name
+            wanted = tuple(size for size in usable if size <= minibatch_size or size in sizes.exact) or usable[:1]
         larger = () if sizes.exact else (*(size for size in usable if size > wanted[-1]), *larger)
     if settings.estimate:
         profile = estimate(
