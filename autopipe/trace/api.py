@@ -157,10 +157,9 @@ def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list
             part = workload.split(items[-1], 2)[:1]  # with more than one sample: some models fail on one
             exact, notes = verify_capture(workload, model, captured.module, captured.graph, part)
     else:
-        decides = any(node.target == GUARD for node in captured.graph.nodes)  # as the captured batch does
-        exact, notes = verify_capture(
-            workload, model, captured.module, captured.graph, items if decides else items[-1:]
-        )
+        # a decision is that of the captured batch, and an opaque module may do something else with each
+        varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
+        exact, notes = verify_capture(workload, model, captured.module, captured.graph, items if varies else items[-1:])
         if in_parts:
             notes += statistics_notes(captured.graph)
             coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
