@@ -152,10 +152,14 @@ class SizeMeasurement:
         """Return whether a larger size, by the figures of this one, takes at most these seconds for a forward and a
         backward, and fits half of the memory.
         """
-        scale, costs = size / self.subject.size, self.segments.nodes.values()
-        own = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+        scale, own = size / self.subject.size, self.seconds
         fits = self.whole.windows is not None and self.whole.fits(self.segments.nodes, 2 * scale)
         return fits and scale > 1 and scale * own <= seconds
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a forward and a backward."""
+        return sum(cost.forward_seconds + cost.backward_seconds for cost in self.segments.nodes.values())
 
     @property
     def segments(self) -> SegmentCosts:
@@ -184,6 +188,7 @@ NOISY = 0.1
 VERY_NOISY = 0.75
 """Relative spread, or steal time, above which a profile is not reliable; logged as a warning."""
 MOST_WINDOWS = 8
+_PASSES = 4  # forwards and backwards in the first window of a size
 ENOUGH_SECONDS = 3.0
 """No further window begins after this time: the windows so far contain both quiet and busy moments."""
 
@@ -299,7 +304,7 @@ def _in_windows(
             sizes[0].subject.clock.heat(again=True)
         for index, run in enumerate(tuple(running)):
             size, windows_done = run.subject.size, window + index / len(running)
-            if not window and _seconds_after(running, size, time.monotonic() - begin) > slow_seconds:
+            if not window and _seconds_until(running, size) > slow_seconds:
                 running.remove(run)
                 what = f"measuring up to it takes more than {slow_seconds:.0f} s (--microbatch-sizes names others)"
                 _log.warning("a microbatch of %d is left out of the profile: %s", size, what)
@@ -325,10 +330,16 @@ def _in_windows(
     return running
 
 
-def _seconds_after(running: list[SizeMeasurement], size: int, seconds: float) -> float:
-    """Return when a size will be measured once, or 0 for the first size. ``seconds``: since the beginning."""
-    samples = sum(run.subject.size for run in running if run.num_windows)
-    return seconds * (1 + size / samples) if samples else 0.0
+def _seconds_until(running: list[SizeMeasurement], size: int) -> float:
+    """Return how long measuring a size once takes together with the sizes before it, or 0 for the first size.
+
+    What is done only once, such as compiling kernels, does not count.
+    """
+    measured = [run for run in running if run.num_windows]
+    if not measured:
+        return 0.0
+    samples = size + sum(run.subject.size for run in measured)
+    return _PASSES * samples * measured[-1].seconds / measured[-1].subject.size
 
 
 def _report(progress: Progress, size: int, windows_done: float, share: float, text: str, fraction: float) -> None:

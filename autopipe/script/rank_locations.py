@@ -99,8 +99,10 @@ class Places:
         if not self.hosts:
             return [local(rank) for rank in range(self.count)]
         _check_start(self.hosts, self.settings, needed_bytes)
-        connections = [self._over_ssh(rank, host, timeout) for rank, host in enumerate(self.hosts)]
+        connections: list[Connection] = []
         try:
+            for rank, host in enumerate(self.hosts):
+                connections.append(self._over_ssh(rank, host, timeout))
             for rank, connection in enumerate(connections):
                 there = _hello_of(connection.end, rank, connection.host, START_SECONDS)
                 _refuse_other_versions(there, connection.host)

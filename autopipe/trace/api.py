@@ -44,6 +44,8 @@ from autopipe.workload.model.factory import trains
 
 logger = logging.getLogger(__name__)
 
+_IN_PARTS = 5  # samples of a batch that is cut into three and two: neighbours in pairs are in different parts
+
 
 def capture(
     workload: Workload,
@@ -119,7 +121,7 @@ def _capture(
         workload.run_opaque(opaque.modules)
         of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
-    items = [item] if fixed else [item, _other(workload, item, batch_size)]
+    items = [item] if fixed else [item, _other(workload, item, 3 if batch_size != 3 else 4)]
 
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
@@ -152,10 +154,9 @@ def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list
     """
     exact, coupling = True, captured.coupling
     notes: list[str] = []
-    if in_parts and two_runs.agree(workload, model, captured, items[-1]):
+    if in_parts and two_runs.agree(workload, model, captured, _other(workload, items[0], _IN_PARTS)):
         if captured.asks_compiling:  # where nothing compiles, the model may compute the same with other bits
-            part = workload.split(items[-1], 2)[:1]  # with more than one sample: some models fail on one
-            exact, notes = verify_capture(workload, model, captured.module, captured.graph, part)
+            exact, notes = verify_capture(workload, model, captured.module, captured.graph, items[-1:])
     else:
         # a decision is that of the captured batch, and an opaque module may do something else with each
         varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
@@ -184,7 +185,7 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
     def others() -> list[Item]:
         if workload.is_fixed(item):
             return []
-        return [_other(workload, item, batch_size), workload.example_item(batch_size + 3)]
+        return [_other(workload, item, 3 if batch_size != 3 else 4), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
     workload.run_opaque(())  # count each draw separately while modules are observed
@@ -279,13 +280,13 @@ def _distinct(sizes: Container[int], start: int) -> int:
     return candidate
 
 
-def _other(workload: Workload, item: Item, batch_size: int) -> Item:
-    """Return a batch of another size, with other samples if the data has enough.
+def _other(workload: Workload, item: Item, other: int) -> Item:
+    """Return a batch of ``other`` samples, not those of ``item`` if the data has enough.
 
     Values that are not tensors are those of ``item``, with which the graph was captured: a number such as the count of
     labels in a batch is a constant of the graph.
     """
-    other = 3 if batch_size != 3 else 4
+    batch_size = workload.num_samples(item)
     if not workload.cuts_by_dimension(workload.example_item(batch_size)):
         return workload.example_item(other)  # a part of such a batch may not be valid
     both = workload.example_item(batch_size + other)

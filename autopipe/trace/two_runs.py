@@ -2,7 +2,7 @@
 
 The model computes a batch and its gradients, the graph the parts of the batch. Both use the same weights, moved from
 their initial values, and every sample has the random numbers of the whole batch. If the loss and every gradient of the
-batch are the weighted sums of the parts', the graph is the model, at three sizes, and no sample depends on another.
+batch are the weighted sums of the parts', the graph is the model, at two sizes, and no sample depends on another.
 If they are not, one of the two is wrong, or this comparison does not apply: more runs must tell.
 """
 
@@ -112,15 +112,18 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
     False where the comparison does not apply, too: other runs then tell why. Memory: two gradients per parameter, and
     the weights twice.
     """
-    parts = workload.split(item, 2) if _applies(workload, model, capture) else []
-    if len(parts) < 2:
-        return False
-    shares = shares_of(workload, capture.divisor, item, parts)
-    if shares.disagreement:
+    if not _applies(workload, model, capture):
         return False
     where, total = (workload.spec.seed + 1, 0, 0), workload.num_samples(item)
     try:
+        parts = workload.split(item, 2)
+        shares = shares_of(workload, capture.divisor, item, parts)
+        if len(parts) < 2 or shares.disagreement:
+            return False
         with steady(workload, model, item):
+            for parameter in model.parameters():
+                parameter.grad = None
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             whole = _WholeDraws(where)
             with flat_checkpoints(), whole:
                 loss, weight = workload.loss(model, copied_item(item))
@@ -142,6 +145,8 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
                 if value is not None and not bool(sparse.wide(value).isfinite().all()):
                     return False  # NaN equals NaN
                 compare(name, value, actual[name], f"batch of {total} and its parts", "")
+            if not all(torch.equal(value, buffers[name]) for name, value in model.named_buffers()):
+                return False  # the graph writes to no buffer
     except Exception as error:
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
         return False

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -68,12 +69,22 @@ class _Log(logging.Handler):
             self._link.send("log", name=record.name, level=record.levelno, text=record.getMessage())
 
 
+def _leave_terminal() -> None:
+    """Read nothing from the terminal, which would stop this process: it belongs to the process group of the command."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def run_task(connection: Connection) -> None:
     """Run the function that the first message names, and send its result, or its error. Does not return."""
     die_with_parent()
     # it is ended together with the processes that the user's data starts; in a session of its own, Linux would weigh an
     # audit of low priority against all ranks together
     os.setpgid(0, 0)
+    _leave_terminal()
     leave_signals_to_supervisor()
     allow_children()
     link = Link(connection)

@@ -191,8 +191,7 @@ class SshPeers(Connections):
         Raises: RunError for the first host that is lost, or does not start them in time.
         """
         for index, message in list(self._replies(dict(enumerate(starts)), START_SECONDS)):
-            if isinstance(message, protocol.Event):
-                self.keep(index, message)
+            self.keep(index, message)  # such as the events of hosts that have started earlier
 
     def _replies(
         self, requests: Mapping[int, protocol.Message], seconds: float
@@ -209,7 +208,8 @@ class SshPeers(Connections):
                     raise RunError(message.what, where=message.where or where, remedy=message.remedy)
                 if isinstance(message, Lost):
                     raise RunError(message.message, where=where, remedy=message.remedy)
-                waiting.discard(index)
+                if isinstance(message, (protocol.Answer, protocol.Beats, protocol.Event)):
+                    waiting.discard(index)
                 yield index, message
             if waiting and time.monotonic() > end:
                 late = ", ".join(self.peers[index].host for index in sorted(waiting))

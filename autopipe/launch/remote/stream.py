@@ -40,8 +40,12 @@ def wait_readable(things: Iterable[Any], timeout: float | None = None) -> set[An
 
 
 def take_stdin_and_stdout() -> tuple[int, int]:
-    """Return descriptors of stdin and stdout, which no child process has. What this process prints goes to stderr."""
+    """Return descriptors of stdin and stdout, which no child process has. What this process prints goes to stderr.
+
+    A line break ends what a login shell may have printed to stdout.
+    """
     descriptors = os.dup(0), os.dup(1)
+    os.write(1, b"\n")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.models.trace import workload
+from support.models.trace import Base, Toy, vectors, workload
 from torch import fx
 
 from autopipe.trace import api, capture, two_runs
@@ -53,7 +53,7 @@ def with_graph(captured, change):
 @pytest.mark.parametrize("name", NAMES)
 def test_another_graph_is_seen(name, change):
     work = workload(name)
-    model, item = work.build_model(), work.example_item(3)
+    model, item = work.build_model(), work.example_item(5)
     captured = capture(work, model=model)
     assert two_runs.agree(work, model, captured, item)
     assert not two_runs.agree(work, model, with_graph(captured, change), item)
@@ -62,7 +62,7 @@ def test_another_graph_is_seen(name, change):
 def test_every_sample_has_the_numbers_of_the_whole_batch():
     """With numbers of their own, the parts of a batch with dropout do not add up to it."""
     work = workload("checkpoint")
-    model, item = work.build_model(), work.example_item(3)
+    model, item = work.build_model(), work.example_item(5)
     captured = capture(work, model=model)
     assert any(node.num_random for node in captured.graph.nodes)
     with pytest.MonkeyPatch.context() as patch:
@@ -74,12 +74,12 @@ def test_a_loss_that_couples_samples_needs_more_runs():
     work = workload("selecting")
     model = work.build_model()
     captured = capture(work, model=model)
-    assert not two_runs.agree(work, model, captured, work.example_item(3))
+    assert not two_runs.agree(work, model, captured, work.example_item(5))
     assert captured.coupling.error > 0.01
 
 
 def test_a_capture_computes_two_backwards(monkeypatch):
-    """One of the model on a batch of three samples, and one of the graph on its parts."""
+    """One of the model on a batch of five samples, and one of the graph on its parts."""
     work, sizes = workload("plain"), []
     loss, backward = work.loss, torch.autograd.backward
 
@@ -95,4 +95,36 @@ def test_a_capture_computes_two_backwards(monkeypatch):
     model = work.build_model()
     captured = api.capture(work, model=model, lengths=False)
     assert captured.exact and len(backwards) == 2
-    assert sizes[-1] == 3
+    assert sizes[-1] == 5
+
+
+class Pairs(Base):
+    """Each sample reads its neighbour in a pair."""
+
+    def forward(self, x):
+        h = self.a(x)
+        count = h.shape[0]
+        return (h + h[(torch.arange(count) ^ 1).clamp(max=count - 1)]).pow(2).mean()
+
+
+class Far(Base):
+    """The first samples read those after the third."""
+
+    def forward(self, x):
+        h = self.a(x)
+        return (h + torch.cat([h[3:], h[:3]])).pow(2).mean()
+
+
+@pytest.mark.parametrize("model", [Pairs, Far])
+def test_samples_that_depend_on_few_others_are_seen(model):
+    assert capture(Toy(model, vectors)).coupling.error > 0.01
+
+
+def test_gradients_that_a_model_has_are_left_as_they_are():
+    work = workload("plain")
+    model = work.build_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert capture(work, model=model).exact
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    assert two_runs.agree(work, model, capture(work, model=model), work.example_item(5))
