@@ -6,10 +6,12 @@ most wrong captures compute the right loss and wrong gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autopipe import draws, sparse
@@ -164,6 +166,24 @@ def _tolerance(name: str) -> float:
     return BUFFER_TOLERANCE if name.startswith("buffer") else LOSS_TOLERANCE
 
 
+def _is_close(wanted: Tensor, actual: Tensor, tolerance: float) -> bool:
+    """Return whether all elements of two tensors are finite and close. It is quick; False also where it does not apply.
+
+    ``tolerance``: relative to the largest element.
+    """
+    floats = all(value.layout == torch.strided and value.is_floating_point() for value in (wanted, actual))
+    if not floats or wanted.shape != actual.shape or not wanted.numel():
+        return False
+    return 0 < largest_of(wanted - actual) <= tolerance * max(largest_of(wanted), 1e-6) < math.inf
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the size of the largest element of a tensor; NaN if there is one, 0 without elements."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        tensor = sparse.wide(tensor)
+    return float(torch.linalg.vector_norm(tensor, ord=math.inf)) if tensor.numel() else 0.0
+
+
 def compare(name: str, wanted: Tensor | None, actual: Tensor | None, label: str, where: str) -> bool:
     """Return whether every bit of a value of the model is that of the graph.
 
@@ -182,6 +202,8 @@ def compare(name: str, wanted: Tensor | None, actual: Tensor | None, label: str,
         )
     if sparse.equal(wanted, actual):
         return True
+    if _is_close(wanted, actual, _tolerance(name)):
+        return False
     a, b = sparse.wide(wanted), sparse.wide(actual)
     if a.shape == b.shape:
         difference = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
