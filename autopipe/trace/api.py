@@ -121,7 +121,7 @@ def _capture(
         workload.run_opaque(opaque.modules)
         of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
-    items = [item] if fixed else [item, _other(workload, item, 3 if batch_size != 3 else 4)]
+    items = [item] if fixed else [item, _other(workload, item, _another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
@@ -185,7 +185,7 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
     def others() -> list[Item]:
         if workload.is_fixed(item):
             return []
-        return [_other(workload, item, 3 if batch_size != 3 else 4), workload.example_item(batch_size + 3)]
+        return [_other(workload, item, _another_size(batch_size)), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
     workload.run_opaque(())  # count each draw separately while modules are observed
@@ -278,6 +278,11 @@ def _distinct(sizes: Container[int], start: int) -> int:
     while candidate in sizes:
         candidate += 1
     return candidate
+
+
+def _another_size(size: int) -> int:
+    """Return a small number of samples that is not ``size``."""
+    return 3 if size != 3 else 4
 
 
 def _other(workload: Workload, item: Item, other: int) -> Item:

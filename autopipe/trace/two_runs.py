@@ -26,7 +26,7 @@ from autopipe.trace.graph.replay import replay
 from autopipe.trace.loss.coupling import shares_of
 from autopipe.trace.loss.steady import precision_of, steady
 from autopipe.trace.result import Capture
-from autopipe.trace.verify import compare, largest_of
+from autopipe.trace.verify import compare, largest_of, run_once
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
 
@@ -53,9 +53,10 @@ class _Draw:
 class _WholeDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotation for its __init_subclass__
     """Notes every draw."""
 
-    def __init__(self, where: tuple[int, int, int]) -> None:
+    def __init__(self, where: tuple[int, int, int], draws: list[_Draw]) -> None:
+        """``draws``: the list to which they are added."""
         super().__init__(*where)
-        self.draws: list[_Draw] = []
+        self.draws = draws
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,33 +121,39 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
         shares = shares_of(workload, capture.divisor, item, parts)
         if len(parts) < 2 or shares.disagreement:
             return False
-        with steady(workload, model, item):
-            for parameter in model.parameters():
-                parameter.grad = None
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            whole = _WholeDraws(where)
-            with flat_checkpoints(), whole:
-                loss, weight = workload.loss(model, copied_item(item))
-            wanted = _with_gradients(model, loss)
-            losses: list[Tensor] = []
-            weights: list[Tensor] = []
-            start = 0
+        draws: list[_Draw] = []
+
+        def model_on_batch(batch: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+            with flat_checkpoints(), _WholeDraws(where, draws):
+                loss, weight = workload.loss(model, batch)
+            return loss, weight, len(draws)
+
+        def graph_on_parts(_: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+            start, losses, weights = 0, list[Tensor](), list[Tensor]()
             for part, factor in zip(parts, shares.factors, strict=True):
-                drawing = functools.partial(_drawing, whole.draws, start, total)
-                outputs = replay(capture.module, workload.leaves(copied_item(part)), where, drawing)
-                weights.append(torch.tensor(factor) if weight is None else outputs[1].detach())
-                losses.append(outputs[0] * weights[-1])
+                drawing = functools.partial(_drawing, draws, start, total)
+                loss, *weight = replay(capture.module, workload.leaves(copied_item(part)), where, drawing)
+                weights += [own.detach() for own in weight]
+                losses.append(loss * (weights[-1] if weight else factor))
                 start += workload.num_samples(part)
-            total_weight = torch.tensor(1.0) if weight is None else torch.stack(weights).sum()
-            actual = _with_gradients(model, torch.stack(losses).sum() / total_weight)
-            if weight is not None:
-                wanted["weight of the loss"], actual["weight of the loss"] = weight.detach(), total_weight
-            for name, value in wanted.items():
-                if value is not None and not math.isfinite(largest_of(value)):
+            whole_loss = torch.stack(losses).sum()
+            if not weights:
+                return whole_loss, None, len(draws)
+            whole_weight = torch.stack(weights).sum()
+            return whole_loss / whole_weight, whole_weight, len(draws)
+
+        with steady(workload, model, item):
+            wanted = run_once(model, model_on_batch, item, where, "the model failed on a batch")
+            actual = run_once(model, graph_on_parts, item, where, "the graph failed on its parts")
+            buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+            for name, value in wanted.values.items():
+                other = actual.values[name]
+                if name in buffers:  # the graph writes to no buffer, and neither may the model
+                    if not all(after is not None and torch.equal(after, buffers[name]) for after in (value, other)):
+                        return False
+                elif value is not None and not math.isfinite(largest_of(value)):
                     return False  # NaN equals NaN
-                compare(name, value, actual[name], f"batch of {total} and its parts", "")
-            if not all(torch.equal(value, buffers[name]) for name, value in model.named_buffers()):
-                return False  # the graph writes to no buffer
+                compare(name, value, other, f"batch of {total} and its parts", "")
     except Exception as error:
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
         return False
@@ -157,7 +164,7 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
         for first, count in [node.meta.get("random", (0, 0))]
         for position in range(first, first + count)
     ]
-    return positions == list(range(len(whole.draws)))
+    return positions == list(range(len(draws)))
 
 
 def _applies(workload: Workload, model: nn.Module, capture: Capture) -> bool:
@@ -179,12 +186,3 @@ def _drawing(
         yield
     if drawn.position != position + count:
         raise NotCutError(f"a call draws {drawn.position - position} times, and {count} times while it is recorded")
-
-
-def _with_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
-    """Return a loss and the gradients of the parameters, which are removed from the model."""
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-    values: dict[str, Tensor | None] = {"loss": loss.detach()}
-    for name, parameter in model.named_parameters():
-        values[f"gradient of {name}"], parameter.grad = parameter.grad, None
-    return values

@@ -61,13 +61,13 @@ def verify(
         return loss, (weight[0] if weight else None), total
 
     with left_as_it_was(model):
-        wanted = [_run(model, eager, item, where, "the model itself failed") for item, where in runs]
+        wanted = [run_once(model, eager, item, where, "the model itself failed") for item, where in runs]
     exact, notes = True, []
     with left_as_it_was(model):
         for (item, where), left in zip(runs, wanted, strict=True):
             label = f"batch of {workload.num_samples(item)}, seed {where[0]}"
             try:
-                right = _run(model, captured, item, where, "the captured graph failed")
+                right = run_once(model, captured, item, where, "the captured graph failed")
             except RunError as stopped:
                 if where == wheres[0]:
                     raise TraceError(stopped.what, where=stopped.where, remedy=stopped.remedy) from stopped
@@ -92,13 +92,18 @@ def _with_hooks(error: TraceError, model: nn.Module) -> TraceError:
     )
 
 
-def _run(
+def run_once(
     model: nn.Module,
     forward: Callable[[Item, tuple[int, int, int]], tuple[Tensor, Tensor | None, int]],
     item: Item,
     where: tuple[int, int, int],
     failed: str,
 ) -> Outcome:
+    """Run one forward and its backward, and return loss, gradients and buffers. The buffers are restored.
+
+    ``forward``: returns the loss of a batch, its weight or None, and the number of its draws. ``where``: (run seed,
+    minibatch, microbatch). ``failed``: what to say if it raises.
+    """
     for parameter in model.parameters():
         parameter.grad = None
     try:
