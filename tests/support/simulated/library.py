@@ -58,7 +58,10 @@ def built(name: str = CUDA) -> Path:
 
 
 def compile_command(name: str, library: Path, torch_folder: Path) -> list[str]:
-    """Return the command that compiles one of the two builds against a folder of torch."""
+    """Return the command that compiles one of the two builds against a folder of torch.
+
+    The library does not name the folder: a process loads its own torch first (``start/sitecustomize.py``).
+    """
     headers = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     return [
         *("g++", "-O1", "-std=c++20", "-fPIC", "-shared"),
@@ -66,8 +69,7 @@ def compile_command(name: str, library: Path, torch_folder: Path) -> list[str]:
         *("-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={name}"),
         *(["-DSIMULATED_CUDA"] if name == CUDA else []),
         *(str(FOLDER / "source" / "device.cpp"), "-o", str(library)),
-        *(f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"),
-        *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
+        *(f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
     ]
 
 

@@ -21,6 +21,8 @@ class _Loader(importlib.abc.Loader):
         return getattr(self.loader, name)
 
     def create_module(self, spec):
+        # this torch's, before a library that may have been linked beside another copy of the same torch
+        ctypes.CDLL(str(Path(spec.origin).with_name("lib") / "libtorch_python.so"))
         ctypes.CDLL(str(self.library))
         return self.loader.create_module(spec)
 
