@@ -119,7 +119,10 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
+        shortest = () if others or not captured.graph.lengths else lengths
+        of_state: tuple[str, ...] = ()
+        if trains(model) and not on_meta:
+            of_state = refuse_changing_state(workload, model, _smaller(workload, item, shortest), ran, settings)
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, _other(workload, item, _another_size(batch_size))]
 
@@ -132,6 +135,7 @@ def _capture(
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
+    in_parts = trains(model) and not fixed and others is None
     if others and captured.graph.lengths:
         try:
             verify_capture(workload, model, captured.module, captured.graph, [*others])
@@ -139,12 +143,16 @@ def _capture(
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     elif captured.graph.lengths:
+        for part in _parts(lengths) if in_parts else ():
+            batch = _shortened(workload, _other(workload, item, _IN_PARTS), lengths, part)
+            if two_runs.agree(workload, model, captured, batch):
+                return _with_exactness(workload, model, _bounded(captured, lengths, part), batch)
         part = _verified_at(workload, model, item, captured, lengths)
         if part is None:
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
         else:
             captured = _bounded(captured, lengths, part)
-    return _proven(workload, model, captured, items, in_parts=trains(model) and not fixed and others is None)
+    return _proven(workload, model, captured, items, in_parts=in_parts)
 
 
 def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list[Item], *, in_parts: bool) -> Capture:
@@ -152,21 +160,29 @@ def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list
 
     ``items``: the captured batch, and one of another size. ``in_parts``: compare the batch with its microbatches, too.
     """
-    exact, coupling = True, captured.coupling
-    notes: list[str] = []
-    if in_parts and two_runs.agree(workload, model, captured, _other(workload, items[0], _IN_PARTS)):
-        if captured.asks_compiling:  # where nothing compiles, the model may compute the same with other bits
-            exact, notes = verify_capture(workload, model, captured.module, captured.graph, items[-1:])
-    else:
-        # a decision is that of the captured batch, and an opaque module may do something else with each
-        varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
-        exact, notes = verify_capture(workload, model, captured.module, captured.graph, items if varies else items[-1:])
-        if in_parts:
-            notes += statistics_notes(captured.graph)
-            coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
+    batch = _other(workload, items[0], _IN_PARTS)
+    if in_parts and two_runs.agree(workload, model, captured, batch):
+        return _with_exactness(workload, model, captured, batch)
+    # a decision is that of the captured batch, and an opaque module may do something else with each
+    varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
+    exact, notes = verify_capture(workload, model, captured.module, captured.graph, items if varies else items[-1:])
+    coupling = captured.coupling
+    if in_parts:
+        notes += statistics_notes(captured.graph)
+        coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    notes = [*captured.notes, *notes]
-    return dataclasses.replace(captured, graph=graph, exact=exact, coupling=coupling, notes=tuple(notes))
+    return dataclasses.replace(
+        captured, graph=graph, exact=exact, coupling=coupling, notes=(*captured.notes, *notes)
+    )
+
+
+def _with_exactness(workload: Workload, model: nn.Module, captured: Capture, item: Item) -> Capture:
+    """Add to a proven capture whether its bits are those of the model where nothing compiles, found on a batch."""
+    exact, notes = True, list[str]()
+    if captured.asks_compiling:
+        exact, notes = verify_capture(workload, model, captured.module, captured.graph, [item])
+    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
+    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -245,6 +261,26 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def _smaller(workload: Workload, item: Item, lengths: tuple[Length, ...]) -> list[Item]:
+    """Return batches that the model may run in place of a batch, the smallest first, and the batch.
+
+    ``lengths``: those that may vary.
+    """
+    batches = [item]
+    if workload.num_samples(item) >= _IN_PARTS and not workload.is_fixed(item):
+        batches.insert(0, workload.split(item, 2)[0])
+    return [_shortened(workload, batches[0], lengths, part) for part in _parts(lengths)] + batches
+
+
+def _parts(lengths: tuple[Length, ...]) -> range:
+    """Return the indices of the shorter lengths, from the shortest on. None without lengths."""
+    return range(min((len(shorter(length.size)) for length in lengths), default=0))
+
+
+def _shortened(workload: Workload, item: Item, lengths: tuple[Length, ...], part: int) -> Item:
+    return workload.with_leaves(item, cut(workload.leaves(item), lengths, part))
+
+
 def _verified_at(
     workload: Workload, model: nn.Module, item: Item, captured: Capture, lengths: tuple[Length, ...]
 ) -> int | None:
@@ -252,10 +288,10 @@ def _verified_at(
 
     The model itself may reject such a batch (a label beyond its end, for example); the lengths are then unverified.
     """
-    for part in range(min(len(shorter(length.size)) for length in lengths)):
-        leaves = cut(workload.leaves(item), lengths, part)
+    for part in _parts(lengths):
         try:
-            verify_capture(workload, model, captured.module, captured.graph, [workload.with_leaves(item, leaves)])
+            shortened = _shortened(workload, item, lengths, part)
+            verify_capture(workload, model, captured.module, captured.graph, [shortened])
         except TraceError as why:
             logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
         else:

@@ -184,9 +184,12 @@ def _is_close(wanted: Tensor, actual: Tensor, tolerance: float) -> bool:
 
 def largest_of(tensor: Tensor) -> float:
     """Return the size of the largest element of a tensor; NaN if there is one, 0 without elements."""
+    if not tensor.numel():
+        return 0.0
     if tensor.layout != torch.strided or not tensor.is_floating_point():
-        tensor = sparse.wide(tensor)
-    return float(torch.linalg.vector_norm(tensor, ord=math.inf)) if tensor.numel() else 0.0
+        return float(torch.linalg.vector_norm(sparse.wide(tensor), ord=math.inf))
+    least, most = torch.aminmax(tensor)
+    return float(torch.maximum(-least, most))
 
 
 def compare(name: str, wanted: Tensor | None, actual: Tensor | None, label: str, where: str) -> bool:
