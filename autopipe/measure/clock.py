@@ -38,6 +38,8 @@ HEAT_SECONDS, REHEAT_SECONDS = 2.0, 0.2
 """How long a GPU works before the first window of time, and before each later one."""
 
 _SIDES = (64, 256, 1024, 4096)  # of the matrices: a product of the largest takes 0.2 ms on an H100, 3 ms on a T4
+LONG_SECONDS = 0.2
+"""A call that takes longer is not repeated: other work on the machine changes its time by a small part only."""
 ENOUGH_SECONDS = 1e-4
 """The smallest matrices are used whose product takes this long."""
 WARM_UP, TIMED = 5, 20
@@ -161,10 +163,14 @@ class Windows:
 
 
 def repeat(once: Callable[[], tuple[float, float]], budget_seconds: float, fewest: int = 3, most: int = 15) -> Times:
-    """Repeat a timed forward and backward until the budget is used, after one warm-up repetition."""
-    once()
-    forward: list[float] = []
-    backward: list[float] = []
+    """Repeat a timed forward and backward until the budget is used, after one warm-up repetition.
+
+    If the first takes longer than ``LONG_SECONDS``, it counts, and is the only one.
+    """
+    forward, backward = list[float](), list[float]()
+    first = once()
+    if sum(first) > LONG_SECONDS:
+        return Times((first[0],), (first[1],))
     used = 0.0
     while len(forward) < most and (len(forward) < fewest or used < budget_seconds):
         f, b = once()

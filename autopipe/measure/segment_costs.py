@@ -23,7 +23,6 @@ from autopipe.measure.walk import NodeTimer, SavedBytes, Values, call, explained
 
 BUDGET_SECONDS = 0.08  # for the repetitions of one segment, in one window
 
-_LONG_SECONDS = 0.5  # a pass that takes longer is repeated only twice
 _log = logging.getLogger(__name__)
 
 
@@ -225,12 +224,11 @@ class WholeModel:
         if not self.fits(costs):
             self._give_up()
             return
-        seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
         try:
             state = StateCopies(subject.root, subject.clock.device, casts)
             piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
             once = functools.partial(timed_pass, subject.clock, piece, subject.start(), private=segment.mutates)
-            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < _LONG_SECONDS else 2)
+            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4)
         except torch.OutOfMemoryError:
             self._give_up()
             return

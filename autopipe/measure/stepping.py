@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from autopipe.measure.clock import Clock
 from autopipe.measure.piece import StateCopies, tensors_of
 
-_MOST_BYTES = 256 << 20  # of parameters: enough to time, and far less than a second copy of a large model
-_REPEATS = 5
+_MOST_BYTES = 64 << 20  # of parameters: with gradients and state, more than the caches of a CPU or a GPU
+_REPEATS = 3
 
 
 class HasOptimizer(Protocol):
@@ -47,9 +47,10 @@ def optimizer_cost(
     if optimizer is None:
         return 0.0, 0.0
     seconds = []
+    gradients = [torch.randn_like(parameter) for _, parameter in named]
     for _ in range(_REPEATS + 1):
-        for _, parameter in named:
-            parameter.grad = torch.randn_like(parameter)
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            parameter.grad = gradient
         seconds.append(clock.time(optimizer.step)[1])
     state_bytes = sum(_state_bytes(entry) for entry in optimizer.state.values())
     return statistics.median(seconds[1:]) / size, state_bytes / size

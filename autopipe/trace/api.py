@@ -25,6 +25,7 @@ from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import (
     Length,
     cut,
+    ends_differ,
     found_lengths,
     other_sizes,
     shorter,
@@ -143,26 +144,30 @@ def _capture(
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     elif captured.graph.lengths:
+        whole = _other(workload, item, _IN_PARTS)
+        differs = ends_differ(workload.leaves(item), lengths, workload.batch_dims(item))
         for part in _parts(lengths) if in_parts else ():
-            batch = _shortened(workload, _other(workload, item, _IN_PARTS), lengths, part)
+            batch = _shortened(workload, whole, lengths, part)
             if two_runs.agree(workload, model, captured, batch):
+                if differs and not two_runs.agree(workload, model, captured, whole, gradients=False):
+                    break
                 return _with_exactness(workload, model, _bounded(captured, lengths, part), batch)
-        part = _verified_at(workload, model, item, captured, lengths)
-        if part is None:
-            captured = completed(dataclasses.replace(strategies, lengths=()).capture())
-        else:
-            captured = _bounded(captured, lengths, part)
-    return _proven(workload, model, captured, items, in_parts=in_parts)
+        verified = _verified_at(workload, model, item, captured, lengths)
+        if verified is not None:
+            items = items if differs else [_shortened(workload, each, lengths, verified) for each in items]
+            return _compared(workload, model, _bounded(captured, lengths, verified), items, in_parts=in_parts)
+        captured = completed(dataclasses.replace(strategies, lengths=()).capture())
+    batch = _other(workload, item, _IN_PARTS) if in_parts else item
+    if in_parts and two_runs.agree(workload, model, captured, batch):
+        return _with_exactness(workload, model, captured, batch)
+    return _compared(workload, model, captured, items, in_parts=in_parts)
 
 
-def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list[Item], *, in_parts: bool) -> Capture:
-    """Compare a capture with the model on real numbers, and add what was found.
+def _compared(workload: Workload, model: nn.Module, captured: Capture, items: list[Item], *, in_parts: bool) -> Capture:
+    """Compare a capture with the model on the same batches, and add what was found.
 
     ``items``: the captured batch, and one of another size. ``in_parts``: compare the batch with its microbatches, too.
     """
-    batch = _other(workload, items[0], _IN_PARTS)
-    if in_parts and two_runs.agree(workload, model, captured, batch):
-        return _with_exactness(workload, model, captured, batch)
     # a decision is that of the captured batch, and an opaque module may do something else with each
     varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
     exact, notes = verify_capture(workload, model, captured.module, captured.graph, items if varies else items[-1:])
@@ -171,9 +176,7 @@ def _proven(workload: Workload, model: nn.Module, captured: Capture, items: list
         notes += statistics_notes(captured.graph)
         coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(
-        captured, graph=graph, exact=exact, coupling=coupling, notes=(*captured.notes, *notes)
-    )
+    return dataclasses.replace(captured, graph=graph, exact=exact, coupling=coupling, notes=(*captured.notes, *notes))
 
 
 def _with_exactness(workload: Workload, model: nn.Module, captured: Capture, item: Item) -> Capture:

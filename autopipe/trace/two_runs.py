@@ -107,11 +107,11 @@ class _PartDraws(Draws):  # type: ignore[no-untyped-call]  # as above
         return whole
 
 
-def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) -> bool:
+def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item, *, gradients: bool = True) -> bool:
     """Return whether the loss and the gradients of a batch are those of the graph on its parts. The model is restored.
 
-    False where the comparison does not apply, too: other runs then tell why. Memory: two gradients per parameter, and
-    the weights twice.
+    False where the comparison does not apply, too: other runs then tell why. ``gradients``: False compares the loss
+    only, without a backward. Memory: two gradients per parameter, and the weights twice.
     """
     if not _applies(workload, model, capture):
         return False
@@ -142,7 +142,7 @@ def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item) ->
             whole_weight = torch.stack(weights).sum()
             return whole_loss / whole_weight, whole_weight, len(draws)
 
-        with steady(workload, model, item):
+        with steady(workload, model, item), torch.set_grad_enabled(gradients):
             wanted = run_once(model, model_on_batch, item, where, "the model failed on a batch")
             actual = run_once(model, graph_on_parts, item, where, "the graph failed on its parts")
             buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}

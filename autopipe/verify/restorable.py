@@ -40,7 +40,7 @@ from autopipe.workload import Workload
 
 FIRST_STEPS, FURTHER_STEPS = 3, 4
 # steps before the state is stored, if they take less time: an average or a restart may first act after many steps
-MOST_STEPS, MOST_SECONDS = 97, 1.0
+MOST_STEPS, MOST_SECONDS = 97, 0.5
 _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
 _OF_A_KIND = 12

@@ -33,7 +33,7 @@ from autopipe.commands.training.attempts import Attempts
 from autopipe.commands.training.checkpoints import chosen, refuse_full_disk, refuse_lacking_version, refuse_other_model
 from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.lookahead import covered, first_minibatches, refuse_changed_data
-from autopipe.commands.training.measured import write_speed, write_timeline
+from autopipe.commands.training.measured import Preparation, write_speed, write_timeline
 from autopipe.commands.training.resume_options import as_recorded, refuse_other_training, with_own_plan
 from autopipe.errors import RunError, counted
 from autopipe.launch.remote.rendezvous import Rendezvous
@@ -69,8 +69,10 @@ def train(
     Raises: RunError if the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
     """
 
+    preparation = Preparation(events)
+
     def progress(what: str, fraction: float) -> None:
-        events("progress", {"what": what, "fraction": fraction})
+        preparation("progress", {"what": what, "fraction": fraction})
 
     if settings.elastic and settings.launch.name == "env":
         raise RunError(
@@ -116,7 +118,8 @@ def train(
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
-            compared = _compared(settings, prepared, events)
+            compared = _compared(settings, prepared, preparation)
+            preparation.explain()
             path = path or _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)

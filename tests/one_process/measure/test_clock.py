@@ -52,11 +52,17 @@ def test_repetitions_warm_up_once_and_stop_at_the_budget():
 
     def once():
         calls.append(1)
-        return 1.0, 1.0
+        return 0.05, 0.05
 
-    assert len(repeat(once, 8.0).forward) == 4 and len(calls) == 5
+    assert len(repeat(once, 0.4).forward) == 4 and len(calls) == 5
     assert len(repeat(once, 0.0).forward) == 3
     assert len(repeat(once, 1e9).forward) == 15
+
+
+def test_a_long_call_is_timed_once():
+    calls = iter([(0.2, 0.4)])
+    times = repeat(lambda: next(calls), 8.0)
+    assert times.medians == (0.2, 0.4) and times.spread is None
 
 
 def test_the_fastest_window_counts_with_its_own_spread():

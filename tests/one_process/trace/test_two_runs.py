@@ -128,3 +128,53 @@ def test_gradients_that_a_model_has_are_left_as_they_are():
     assert capture(work, model=model).exact
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
     assert two_runs.agree(work, model, capture(work, model=model), work.example_item(5))
+
+
+class Words(torch.nn.Module):
+    """Predicts the next word, and divides what it computes by a number of the whole batch."""
+
+    def __init__(self, of_batch):
+        super().__init__()
+        self.embed, self.head, self.of_batch = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11), of_batch
+
+    def forward(self, words):
+        values = self.embed(words)
+        return self.head(values / ((words > 0).float().mean() if self.of_batch else 2.0))
+
+
+def padded(of_batch, shortest=4):
+    """Return a workload of sentences of 16 words. The rest of a row is 0; the first words of a sentence never are."""
+    words = 1 + torch.arange(64 * 16).reshape(64, 16) * 7 % 10
+    ends = shortest + torch.arange(64) * 5 % (17 - shortest)
+    words[torch.arange(16) >= ends[:, None]] = 0
+
+    def loss(output, item):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), item["words"].flatten())
+
+    return Toy(lambda: Words(of_batch), lambda size, _: {"words": words[:size]}, loss)
+
+
+def test_a_number_of_the_whole_batch_is_seen_although_short_batches_have_no_padding():
+    captured = capture(padded(True))
+    assert captured.graph.lengths and captured.coupling.error > 1e-3
+    assert capture(padded(False)).coupling.error == 0
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(16, 2), (4, 16)])
+def test_a_capture_computes_the_shortest_length_unless_samples_are_padded(shortest, longest, monkeypatch):
+    """Gradients are computed at a length of 2; the loss of padded samples at their own, too."""
+    work, lengths = padded(False, shortest), []
+    model = work.build_model()
+    loss = work.loss
+
+    def counted(model, item):
+        result = loss(model, item)
+        if type(result[0]) is torch.Tensor:
+            lengths.append((result[0].requires_grad, next(iter(work.leaves(item).values())).shape[1]))
+        return result
+
+    monkeypatch.setattr(work, "loss", counted)
+    captured = capture(work, model=model)
+    assert captured.exact and captured.coupling.error == 0
+    assert max(length for with_gradient, length in lengths if with_gradient) == 2
+    assert max(length for _, length in lengths) == longest
