@@ -14,21 +14,16 @@ from torch import nn
 from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Node
-from autopipe.trace import two_runs
 from autopipe.trace.after_step import effects_of
-from autopipe.trace.graph.describe import GUARD
-from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
+from autopipe.trace.proof import Proof, another_size, bounded, other_batch, smaller_batches
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import (
     Length,
-    cut,
-    ends_differ,
     found_lengths,
     other_sizes,
-    shorter,
     sizes_of,
     varying_lengths,
 )
@@ -39,13 +34,9 @@ from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
-from autopipe.workload.batches.forms import form_of
-from autopipe.workload.batches.layouts import laid_out
 from autopipe.workload.model.factory import trains
 
 logger = logging.getLogger(__name__)
-
-_IN_PARTS = 5  # samples of a batch that is cut into three and two: neighbours in pairs are in different parts
 
 
 def capture(
@@ -123,9 +114,9 @@ def _capture(
         shortest = () if others or not captured.graph.lengths else lengths
         of_state: tuple[str, ...] = ()
         if trains(model) and not on_meta:
-            of_state = refuse_changing_state(workload, model, _smaller(workload, item, shortest), ran, settings)
+            of_state = refuse_changing_state(workload, model, smaller_batches(workload, item, shortest), ran, settings)
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
-    items = [item] if fixed else [item, _other(workload, item, _another_size(batch_size))]
+    items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
@@ -135,8 +126,8 @@ def _capture(
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
-        return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
-    in_parts = trains(model) and not fixed and others is None
+        return dataclasses.replace(bounded(captured, lengths, 0), notes=captured.notes + note)
+    proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None)
     if others and captured.graph.lengths:
         try:
             verify_capture(workload, model, captured.module, captured.graph, [*others])
@@ -144,48 +135,11 @@ def _capture(
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     elif captured.graph.lengths:
-        whole = _other(workload, item, _IN_PARTS)
-        differs = ends_differ(workload.leaves(item), lengths, workload.batch_dims(item))
-        for part in _parts(lengths) if in_parts else ():
-            batch = _shortened(workload, whole, lengths, part)
-            if two_runs.agree(workload, model, captured, batch):
-                if differs and not two_runs.agree(workload, model, captured, whole, gradients=False):
-                    break
-                return _with_exactness(workload, model, _bounded(captured, lengths, part), batch)
-        verified = _verified_at(workload, model, item, captured, lengths)
-        if verified is not None:
-            items = items if differs else [_shortened(workload, each, lengths, verified) for each in items]
-            return _compared(workload, model, _bounded(captured, lengths, verified), items, in_parts=in_parts)
+        proven = proof.at_lengths(captured, lengths)
+        if proven is not None:
+            return proven
         captured = completed(dataclasses.replace(strategies, lengths=()).capture())
-    batch = _other(workload, item, _IN_PARTS) if in_parts else item
-    if in_parts and two_runs.agree(workload, model, captured, batch):
-        return _with_exactness(workload, model, captured, batch)
-    return _compared(workload, model, captured, items, in_parts=in_parts)
-
-
-def _compared(workload: Workload, model: nn.Module, captured: Capture, items: list[Item], *, in_parts: bool) -> Capture:
-    """Compare a capture with the model on the same batches, and add what was found.
-
-    ``items``: the captured batch, and one of another size. ``in_parts``: compare the batch with its microbatches, too.
-    """
-    # a decision is that of the captured batch, and an opaque module may do something else with each
-    varies = any(node.target == GUARD or node.opaque for node in captured.graph.nodes)
-    exact, notes = verify_capture(workload, model, captured.module, captured.graph, items if varies else items[-1:])
-    coupling = captured.coupling
-    if in_parts:
-        notes += statistics_notes(captured.graph)
-        coupling = coupling_of(workload, model, items[0], captured.graph, captured.divisor)
-    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, coupling=coupling, notes=(*captured.notes, *notes))
-
-
-def _with_exactness(workload: Workload, model: nn.Module, captured: Capture, item: Item) -> Capture:
-    """Add to a proven capture whether its bits are those of the model where nothing compiles, found on a batch."""
-    exact, notes = True, list[str]()
-    if captured.asks_compiling:
-        exact, notes = verify_capture(workload, model, captured.module, captured.graph, [item])
-    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
+    return proof.of(captured)
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -204,7 +158,7 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
     def others() -> list[Item]:
         if workload.is_fixed(item):
             return []
-        return [_other(workload, item, _another_size(batch_size)), workload.example_item(batch_size + 3)]
+        return [other_batch(workload, item, another_size(batch_size)), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
     workload.run_opaque(())  # count each draw separately while modules are observed
@@ -264,83 +218,12 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _smaller(workload: Workload, item: Item, lengths: tuple[Length, ...]) -> list[Item]:
-    """Return batches that the model may run in place of a batch, the smallest first, and the batch.
-
-    ``lengths``: those that may vary.
-    """
-    batches = [item]
-    if workload.num_samples(item) >= _IN_PARTS and not workload.is_fixed(item):
-        batches.insert(0, workload.split(item, 2)[0])
-    return [_shortened(workload, batches[0], lengths, part) for part in _parts(lengths)] + batches
-
-
-def _parts(lengths: tuple[Length, ...]) -> range:
-    """Return the indices of the shorter lengths, from the shortest on. None without lengths."""
-    return range(min((len(shorter(length.size)) for length in lengths), default=0))
-
-
-def _shortened(workload: Workload, item: Item, lengths: tuple[Length, ...], part: int) -> Item:
-    return workload.with_leaves(item, cut(workload.leaves(item), lengths, part))
-
-
-def _verified_at(
-    workload: Workload, model: nn.Module, item: Item, captured: Capture, lengths: tuple[Length, ...]
-) -> int | None:
-    """Return the index of the shortest length at which graph and model agree on real numbers, or None.
-
-    The model itself may reject such a batch (a label beyond its end, for example); the lengths are then unverified.
-    """
-    for part in _parts(lengths):
-        try:
-            shortened = _shortened(workload, item, lengths, part)
-            verify_capture(workload, model, captured.module, captured.graph, [shortened])
-        except TraceError as why:
-            logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
-        else:
-            return part
-    return None
-
-
-def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Capture:
-    """Set the lower bound of each length to that of the shortest batch on which the graph was verified."""
-    symbols = [symbol for symbol in captured.graph.symbols if symbol is captured.graph.samples]
-    for symbol, length in zip(captured.graph.lengths, lengths, strict=False):
-        symbols.append(dataclasses.replace(symbol, low=shorter(length.size)[part]))
-    graph: Graph = dataclasses.replace(captured.graph, symbols=tuple(symbols))
-    return dataclasses.replace(captured, graph=graph)
-
-
 def _distinct(sizes: Container[int], start: int) -> int:
     """Return the first number from ``start`` on that is not in ``sizes``."""
     candidate = max(start, 2)
     while candidate in sizes:
         candidate += 1
     return candidate
-
-
-def _another_size(size: int) -> int:
-    """Return a small number of samples that is not ``size``."""
-    return 3 if size != 3 else 4
-
-
-def _other(workload: Workload, item: Item, other: int) -> Item:
-    """Return a batch of ``other`` samples, not those of ``item`` if the data has enough.
-
-    Values that are not tensors are those of ``item``, with which the graph was captured: a number such as the count of
-    labels in a batch is a constant of the graph.
-    """
-    batch_size = workload.num_samples(item)
-    if not workload.cuts_by_dimension(workload.example_item(batch_size)):
-        return workload.example_item(other)  # a part of such a batch may not be valid
-    both = workload.example_item(batch_size + other)
-    leaves, dimensions = workload.leaves(both), workload.batch_dims(both)
-    other_leaves = {
-        name: laid_out(leaf.narrow(dimensions[name], batch_size, other), leaf) if name in dimensions else leaf
-        for name, leaf in leaves.items()
-    }
-    same = form_of(both).structure == form_of(item).structure
-    return workload.with_leaves(item if same else both, other_leaves)
 
 
 def _refuse_without_gradient(graph: Graph) -> None:

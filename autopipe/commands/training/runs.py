@@ -68,7 +68,6 @@ def train(
 
     Raises: RunError if the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
     """
-
     preparation = Preparation(events)
 
     def progress(what: str, fraction: float) -> None:

@@ -14,7 +14,7 @@ from autopipe.errors import TraceError, counted, unknown_choice
 from autopipe.trace.explain import COIN, FIXED_BATCH, TRANSFORMED, UNSEEN, depends_on_data, went_unseen
 from autopipe.trace.opaque.observe import Observed, observe
 from autopipe.trace.opaque.results import Form, Unfit, form_of
-from autopipe.trace.sizes.lengths import Length, cut, shorter
+from autopipe.trace.sizes.lengths import Length, shortened, shorter_parts
 from autopipe.workload import Item, Workload
 
 logger = logging.getLogger(__name__)
@@ -205,10 +205,10 @@ class Opaque:
     def _observed(self) -> Observed:
         seed = self.workload.spec.seed
         observed = observe(self.workload, self.model, [self.item, *self.others(), self.item], seed)
-        for part in range(min((len(shorter(length.size)) for length in self.lengths), default=0)):
-            leaves = cut(self.workload.leaves(self.item), self.lengths, part)
+        for part in shorter_parts(self.lengths):
             try:
-                more = observe(self.workload, self.model, [self.workload.with_leaves(self.item, leaves)], seed)
+                short = shortened(self.workload, self.item, self.lengths, part)
+                more = observe(self.workload, self.model, [short], seed)
             except Exception as why:  # the model itself may not take a shorter sequence
                 logger.info("no shorter sequence: %s", why)
                 continue

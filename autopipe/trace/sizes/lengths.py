@@ -148,15 +148,20 @@ def shorter(size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(cut for cut in (2, size // 4, 3 * size // 4) if 1 < cut < size))
 
 
-def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) -> dict[str, Tensor]:
-    """Return the tensors of a batch at the shorter length with index ``part``."""
-    shortened = dict(leaves)
+def shorter_parts(lengths: tuple[Length, ...]) -> range:
+    """Return the indices of the shorter lengths, from the shortest on. None without lengths."""
+    return range(min((len(shorter(length.size)) for length in lengths), default=0))
+
+
+def shortened(workload: Workload, item: Item, lengths: tuple[Length, ...], part: int) -> Item:
+    """Return a batch at the shorter length with index ``part``."""
+    leaves = workload.leaves(item)
+    cut = dict(leaves)
     for length in lengths:
         for name, dimension in length.places:
-            shortened[name] = shortened[name].narrow(dimension, 0, shorter(length.size)[part])
-    return {
-        name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in shortened.items()
-    }
+            cut[name] = cut[name].narrow(dimension, 0, shorter(length.size)[part])
+    cut = {name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in cut.items()}
+    return workload.with_leaves(item, cut)
 
 
 def ends_differ(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], dimensions: Mapping[str, int]) -> bool:

@@ -55,8 +55,8 @@ def refuse_changing_state(
 ) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
-    ``batches``: the first that the model accepts is used. ``data``: the functions that ran when the batch was created. ``settings``: those of the process before the model
-    first ran. Returns notes for the user.
+    ``batches``: the first that the model accepts is used. ``data``: the functions that ran when the batch was created.
+    ``settings``: those of the process before the model first ran. Returns notes for the user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
