@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 from pathlib import Path
@@ -37,6 +38,20 @@ LOADING_HF = 'from_pretrained("{path}") of the class of the model, as in transfo
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
+def import_torch() -> None:
+    """Import torch, and let its threads wait for work without occupying cores.
+
+    On a machine that others use, threads that spin slow one another down several times. The processes that this one
+    starts do not inherit it.
+    """
+    name = "OMP_WAIT_POLICY"
+    chosen = os.environ.get(name)
+    os.environ[name] = chosen or "PASSIVE"  # OpenMP reads it once
+    importlib.import_module("torch")
+    if chosen is None:
+        del os.environ[name]
+
+
 @click.command("check", cls=options.Command)
 @click.argument("target", required=False)
 @options.of(CheckOptions)
@@ -56,6 +71,7 @@ def check_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """
     from autopipe.report import tables
 
+    import_torch()
     with terminal.progress() as progress:
         report = Pipeline(target).check(**given_of(CheckOptions, given), on_progress=progress)
     terminal.notes(report.notes, report.warnings)
@@ -95,6 +111,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         return launching.start(terminal, settings, dict(given["slurm_option"]))
     if not settings.launch.dry_run:
         preload()  # before torch is imported here
+        import_torch()
     from autopipe.commands.training import external_ranks
     from autopipe.commands.training.external_ranks import placed, rehearse
 

@@ -162,14 +162,20 @@ class Windows:
         return replace(self, times=(*self.times, times))
 
 
-def repeat(once: Callable[[], tuple[float, float]], budget_seconds: float, fewest: int = 3, most: int = 15) -> Times:
+def repeat(
+    once: Callable[[], tuple[float, float]],
+    budget_seconds: float,
+    fewest: int = 3,
+    most: int = 15,
+    expected_seconds: float = math.inf,
+) -> Times:
     """Repeat a timed forward and backward until the budget is used, after one warm-up repetition.
 
-    If the first takes longer than ``LONG_SECONDS``, it counts, and is the only one.
+    If the first takes longer than ``LONG_SECONDS``, and not much longer than expected, it counts, and is the only one.
     """
     forward, backward = list[float](), list[float]()
     first = once()
-    if sum(first) > LONG_SECONDS:
+    if LONG_SECONDS < sum(first) < 2 * expected_seconds:
         return Times((first[0],), (first[1],))
     used = 0.0
     while len(forward) < most and (len(forward) < fewest or used < budget_seconds):

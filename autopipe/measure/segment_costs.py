@@ -97,7 +97,9 @@ class SegmentCosts:
     def _timed(self, segment: Segment, values: Values, state: StateCopies) -> Times:
         clock = self._subject.clock
         piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
-        return repeat(lambda: timed_pass(clock, piece, values, private=segment.mutates), BUDGET_SECONDS)
+        expected = sum(sum(self._facts.seconds[node.name]) for node in segment.nodes)
+        once = functools.partial(timed_pass, clock, piece, values, private=segment.mutates)
+        return repeat(once, BUDGET_SECONDS, expected_seconds=expected)
 
     def _advance(
         self, segment: Segment, values: Values, counted: dict[int, str], cost: SegmentCost, state: StateCopies
@@ -228,7 +230,8 @@ class WholeModel:
             state = StateCopies(subject.root, subject.clock.device, casts)
             piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
             once = functools.partial(timed_pass, subject.clock, piece, subject.start(), private=segment.mutates)
-            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4)
+            expected = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
+            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4, expected_seconds=expected)
         except torch.OutOfMemoryError:
             self._give_up()
             return

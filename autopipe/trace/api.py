@@ -17,7 +17,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
-from autopipe.trace.proof import Proof, another_size, bounded, other_batch, smaller_batches
+from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import (
@@ -111,10 +111,7 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        shortest = () if others or not captured.graph.lengths else lengths
-        of_state: tuple[str, ...] = ()
-        if trains(model) and not on_meta:
-            of_state = refuse_changing_state(workload, model, smaller_batches(workload, item, shortest), ran, settings)
+        of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 

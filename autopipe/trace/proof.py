@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from autopipe.errors import TraceError
+from autopipe.ir.graph import Node
 from autopipe.trace import two_runs
 from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
 from autopipe.trace.result import Capture
-from autopipe.trace.sizes.lengths import Length, ends_differ, shortened, shorter, shorter_parts
+from autopipe.trace.sizes.lengths import Length, shortened, shorter, shorter_parts
 from autopipe.trace.verify import verify
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 IN_PARTS = 5
 """Samples of a batch that is cut into three and two: neighbours in pairs are in different parts."""
+
+
+_FEWEST_IN_PARTS = 3
+"""Samples of a batch that is cut into two and one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +42,29 @@ class Proof:
     def at_lengths(self, captured: Capture, lengths: tuple[Length, ...]) -> Capture | None:
         """Prove a capture whose ``lengths`` may vary, and set their lower bounds to the shortest that agree.
 
+        The gradients of the shortest batch are compared. What depends on later positions, such as a number of tokens
+        in the whole batch, shows in the loss at the complete length, and in gradients only if some of them are cut.
+
         None if graph and model agree at no shorter length; the model may reject such batches (a label beyond the end,
         for example).
         """
-        workload, whole = self.workload, self.items[0]
-        # what differs between padded samples shows at the length of the batch only
-        padded = ends_differ(workload.leaves(whole), lengths, workload.batch_dims(whole))
+        workload = self.workload
         if self.in_parts:
-            whole = other_batch(workload, whole, IN_PARTS)
+            longest = other_batch(workload, self.items[0], _FEWEST_IN_PARTS)
             for part in shorter_parts(lengths):
-                batch = shortened(workload, whole, lengths, part)
+                batch = shortened(workload, other_batch(workload, self.items[0], IN_PARTS), lengths, part)
                 if self._agrees(captured, batch):
-                    if padded and not self._agrees(captured, whole, gradients=False):
+                    if not self._agrees(captured, longest, gradients=_cuts_gradients(captured)):
                         break
                     return self._with_exactness(bounded(captured, lengths, part), batch)
         for part in shorter_parts(lengths):
+            short = [shortened(workload, self.items[0], lengths, part)]
             try:
-                short = [shortened(workload, self.items[0], lengths, part)]
                 verify(workload, self.model, captured.module, captured.graph, short)
             except TraceError as why:
                 logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
-                continue
-            items = [each if padded else shortened(workload, each, lengths, part) for each in self.items]
-            return dataclasses.replace(self, items=items).by_batches(bounded(captured, lengths, part))
+            else:
+                return self.by_batches(bounded(captured, lengths, part))
         return None
 
     def of(self, captured: Capture) -> Capture:
@@ -106,15 +111,19 @@ def bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Captur
     return dataclasses.replace(captured, graph=dataclasses.replace(captured.graph, symbols=tuple(symbols)))
 
 
-def smaller_batches(workload: Workload, item: Item, lengths: tuple[Length, ...]) -> list[Item]:
-    """Return batches that the model may run in place of a batch, the smallest first, and the batch.
+def _cuts_gradients(captured: Capture) -> bool:
+    """Return whether a value may reach the loss without its gradient, or with another one than its own."""
+    graph = captured.graph
+    specs = {node.name: node.spec for node in graph.nodes} | {entry.name: entry.spec for entry in graph.inputs}
+    specs |= graph.parameters
 
-    ``lengths``: those that may vary.
-    """
-    batches = [item]
-    if workload.num_samples(item) >= IN_PARTS and not workload.is_fixed(item):
-        batches.insert(0, workload.split(item, 2)[0])
-    return [shortened(workload, batches[0], lengths, part) for part in shorter_parts(lengths)] + batches
+    def is_cut(node: Node) -> bool:
+        """Return whether a call reads what has a gradient, and its result has none."""
+        reads = (specs.get(name) for name in (*node.inputs, *node.parameters))
+        has_gradient = any(spec is not None and spec.requires_grad for spec in reads)
+        return has_gradient and node.spec is not None and not node.spec.requires_grad
+
+    return any(is_cut(node) or node.target.endswith(".apply") for node in graph.nodes)
 
 
 def another_size(size: int) -> int:

@@ -21,9 +21,8 @@ _LONG_SECONDS = 10.0
 """A shorter wait for the ranks is not explained."""
 _LEAST_PART = 0.02
 """A phase that took a smaller part of the wait is not listed."""
-_PHASES = {"microbatch": "measuring", "optimizer": "measuring"}
+_PHASES = {"microbatch": "measuring", "optimizer": "measuring", "done": "planning"}
 """First word of a progress text -> its phase, where that is not the word itself."""
-_EXPLAINED = ("importing", "capturing", "measuring", "comparing")
 
 
 class Preparation:
@@ -54,13 +53,11 @@ class Preparation:
         total = self._last - self._begin
         if total < _LONG_SECONDS:
             return
-        shares = {phase: self._seconds.get(phase, 0.0) for phase in _EXPLAINED}
-        phases = [
-            f"{phase} {in_seconds(seconds)}" for phase, seconds in shares.items() if seconds > _LEAST_PART * total
-        ]
-        if shares["comparing"] > _LEAST_PART * total:
+        phases = [f"{name} {in_seconds(spent)}" for name, spent in self._seconds.items() if spent > _LEAST_PART * total]
+        if phases and phases[-1].startswith("comparing"):
             phases[-1] += " (--no-check saves it)"
-        self._events("note", {"text": f"ready after {in_seconds(total)}: {', '.join(phases)}"})
+        if phases:
+            self._events("note", {"text": f"ready after {in_seconds(total)}: {', '.join(phases)}"})
 
 
 def write_speed(run: RunDirectory, listener: Listener, attempts: Attempts, seconds: float) -> Speed:

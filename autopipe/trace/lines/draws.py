@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import fx
 
 from autopipe.trace.explain import Line, is_undecided, lines_of, own_and_inner, place_in, users_frame
-from autopipe.trace.lines.profilers import profiled_by
 from autopipe.trace.record.recorder import Recorder
 from autopipe.users_code import is_model_file
 
@@ -105,3 +105,19 @@ def is_drawn(recorder: Recorder, error: Exception) -> bool:
         drawn = drawn or node.meta.get("random", (0, 0))[1] > 0
         stack.extend(node.all_input_nodes)
     return drawn
+
+
+@contextlib.contextmanager
+def profiled_by(profile: Callable[..., Any] | None) -> Iterator[None]:
+    """Replace the profiler; None: leave it. At the end, that of the caller is in place again, such as cProfile's."""
+    before = sys.getprofile()
+    if profile is not None:
+        sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        if before is None or callable(before):
+            sys.setprofile(before)
+        elif profile is not None:
+            sys.setprofile(None)
+            before.enable()  # it is not a function

@@ -103,7 +103,7 @@ def _move(model: nn.Module) -> None:
         if not parameter.requires_grad:  # so it is a real or a complex tensor
             continue
         now = parameter.data
-        wide = torch.float32 if now.dtype in _COARSE else None  # squares overflow there
+        wide = torch.complex128 if now.is_complex() else torch.float64  # where squares do not overflow
         size = float(torch.linalg.vector_norm(now, dtype=wide)) / math.sqrt(now.numel()) if now.numel() else 0.0
         noise = pattern.to(now.device, now.dtype).repeat(now.numel() // _PATTERN + 1)[: now.numel()].view(now.shape)
         parameter.data = now + noise * (_AWAY * size if size else _SMALL)

@@ -164,24 +164,6 @@ def shortened(workload: Workload, item: Item, lengths: tuple[Length, ...], part:
     return workload.with_leaves(item, cut)
 
 
-def ends_differ(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], dimensions: Mapping[str, int]) -> bool:
-    """Return whether the samples of a batch begin or end with equal values at different positions, as if padded.
-
-    A shorter batch may then have no padding, so that numbers which depend on it are equal for all samples.
-    ``dimensions``: by tensor, the one that counts the samples.
-    """
-    for name, dimension in (place for length in lengths for place in length.places):
-        leaf = leaves[name]
-        if name not in dimensions or dimension == dimensions[name]:
-            continue
-        rows = leaf.movedim((dimensions[name], dimension), (0, 1)).unsqueeze(-1).flatten(2)
-        for side in (rows, rows.flip(1)):
-            runs = (side == side[:, :1]).all(2).long().cumprod(1).sum(1)
-            if int(runs.max()) > max(int(runs.min()), 1):
-                return True
-    return False
-
-
 def _distinguished(one: int, two: int) -> int:
     """Return how many numbers divide one of two sizes and not the other."""
     return sum((one % number == 0) != (two % number == 0) for number in _DIVISORS)

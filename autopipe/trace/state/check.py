@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ from autopipe.users_code import is_package
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
 
+_ENOUGH = 4  # samples; a half of them is a batch of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
 _MOST_NAMES = 3
 _COPIED = (itertools.count, itertools.cycle)  # iterators whose later values can be tried
@@ -49,30 +50,31 @@ _NOT_TRIED = (
 def refuse_changing_state(
     workload: Workload,
     model: nn.Module,
-    batches: Sequence[Item],
+    item: Item,
     data: dict[types.CodeType, Ran] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
-    ``batches``: the first that the model accepts is used. ``data``: the functions that ran when the batch was created.
-    ``settings``: those of the process before the model first ran. Returns notes for the user.
+    ``data``: the functions that ran when the batch was created. ``settings``: those of the process before the model
+    first ran. Returns notes for the user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
+    halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
     SETTINGS.restore({name: value for name, value in (settings or {}).items() if name in OF_RESULTS})
-    for item in batches:
-        look = Look(workload, model, item, hooks)
+    for part in [workload.split(item, 2)[-1], item] if halves else [item]:
+        look = Look(workload, model, part, hooks)
         with look.restored(compared=True) as before:
             try:
                 second, last = look.run_until_filled(before)
             except AutopipeError:
                 raise
             except Exception as error:
-                if item is batches[-1]:
+                if part is item:
                     raise failed_on_real_numbers("the model itself failed", error) from error
-                continue  # it may fail with few samples, or at a short length, only
+                continue  # it may fail with few samples only
             look.refuse_set(before, last)
             look.refuse_changes(second, last)
             refuse_counts(look, last)

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autopipe.trace.lines.profilers import profiled_by
+from autopipe.trace.lines.draws import profiled_by
 from autopipe.trace.state.check import Look
 from autopipe.users_code import is_model_file
 from autopipe.workload import Item, Workload

@@ -291,3 +291,20 @@ def test_doctor_suggests_a_remedy_for_a_read_only_folder(run, tmp_path):
     done = run("doctor", "--work-dir", str(folder))
     assert done.exit_code == 1
     assert "choose a writable --work-dir" in done.stdout
+
+
+def test_threads_of_a_command_wait_without_spinning():
+    """libgomp prints its settings when torch is imported; what this process starts does not inherit them."""
+    code = (
+        "import os; from autopipe.cli import running; running.import_torch(); print(os.environ.get('OMP_WAIT_POLICY'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr and done.stdout == "None\n"

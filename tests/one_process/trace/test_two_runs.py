@@ -160,21 +160,38 @@ def test_a_number_of_the_whole_batch_is_seen_although_short_batches_have_no_padd
     assert capture(padded(False)).coupling.error == 0
 
 
-@pytest.mark.parametrize(("shortest", "longest"), [(16, 2), (4, 16)])
-def test_a_capture_computes_the_shortest_length_unless_samples_are_padded(shortest, longest, monkeypatch):
-    """Gradients are computed at a length of 2; the loss of padded samples at their own, too."""
-    work, lengths = padded(False, shortest), []
-    model = work.build_model()
-    loss = work.loss
+def test_gradients_are_computed_at_the_shortest_length_only(monkeypatch):
+    work, shapes, of_backwards = padded(False), [], []
+    loss, backward = work.loss, torch.autograd.backward
 
-    def counted(model, item):
-        result = loss(model, item)
-        if type(result[0]) is torch.Tensor:
-            lengths.append((result[0].requires_grad, next(iter(work.leaves(item).values())).shape[1]))
-        return result
+    def noted(model, item):
+        shapes.append(tuple(item["words"].shape))
+        return loss(model, item)
 
-    monkeypatch.setattr(work, "loss", counted)
-    captured = capture(work, model=model)
+    monkeypatch.setattr(work, "loss", noted)
+    monkeypatch.setattr(
+        torch.autograd, "backward", lambda *a, **k: (of_backwards.append(shapes[-1]), backward(*a, **k))[1]
+    )
+    captured = capture(work)
     assert captured.exact and captured.coupling.error == 0
-    assert max(length for with_gradient, length in lengths if with_gradient) == 2
-    assert max(length for _, length in lengths) == longest
+    assert of_backwards == [(5, 2), (5, 2)]  # of the model, and of the graph on the parts
+    assert shapes[-1] == (3, 16)
+
+
+class Cut(Words):
+    """The gradient depends on the padding of the whole batch, and the value does not."""
+
+    def __init__(self, of_batch):
+        super().__init__(of_batch)
+        self.head.requires_grad_(False)
+
+    def forward(self, words):
+        share = (words == 0).float().mean()
+        values = self.embed(words)
+        return self.head(values * share + (values * (1 - share)).detach())
+
+
+def test_a_gradient_that_couples_samples_in_padded_batches_is_seen():
+    work = padded(False)
+    work._build = lambda: Cut(False)
+    assert capture(work).coupling.error > 1e-3

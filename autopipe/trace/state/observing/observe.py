@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopipe.errors import TraceError
 from autopipe.trace.explain import here
-from autopipe.trace.lines.profilers import profiled_by
+from autopipe.trace.lines.draws import profiled_by
 from autopipe.trace.state.observing import bytecode
 from autopipe.users_code import is_model_file
 
