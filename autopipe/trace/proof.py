@@ -22,10 +22,8 @@ from autopipe.workload.batches.layouts import laid_out
 
 logger = logging.getLogger(__name__)
 
-IN_PARTS = 5
+_IN_PARTS = 5
 """Samples of a batch that is cut into three and two: neighbours in pairs are in different parts."""
-
-
 _FEWEST_IN_PARTS = 3
 """Samples of a batch that is cut into two and one."""
 
@@ -52,7 +50,7 @@ class Proof:
         if self.in_parts:
             longest = other_batch(workload, self.items[0], _FEWEST_IN_PARTS)
             for part in shorter_parts(lengths):
-                batch = shortened(workload, other_batch(workload, self.items[0], IN_PARTS), lengths, part)
+                batch = shortened(workload, other_batch(workload, self.items[0], _IN_PARTS), lengths, part)
                 if self._agrees(captured, batch):
                     if not self._agrees(captured, longest, gradients=_cuts_gradients(captured)):
                         break
@@ -70,7 +68,7 @@ class Proof:
     def of(self, captured: Capture) -> Capture:
         """Prove a capture. Raises: TraceError with the first value that differs."""
         if self.in_parts:
-            batch = other_batch(self.workload, self.items[0], IN_PARTS)
+            batch = other_batch(self.workload, self.items[0], _IN_PARTS)
             if self._agrees(captured, batch):
                 return self._with_exactness(captured, batch)
         return self.by_batches(captured)
