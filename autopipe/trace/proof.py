@@ -54,7 +54,7 @@ class Proof:
                 if self._agrees(captured, batch):
                     if not self._agrees(captured, longest, gradients=_cuts_gradients(captured)):
                         break
-                    return self._with_exactness(bounded(captured, lengths, part), batch)
+                    return self._with_exactness(bounded(captured, lengths, part))
         for part in shorter_parts(lengths):
             short = [shortened(workload, self.items[0], lengths, part)]
             try:
@@ -67,10 +67,8 @@ class Proof:
 
     def of(self, captured: Capture) -> Capture:
         """Prove a capture. Raises: TraceError with the first value that differs."""
-        if self.in_parts:
-            batch = other_batch(self.workload, self.items[0], _IN_PARTS)
-            if self._agrees(captured, batch):
-                return self._with_exactness(captured, batch)
+        if self.in_parts and self._agrees(captured, other_batch(self.workload, self.items[0], _IN_PARTS)):
+            return self._with_exactness(captured)
         return self.by_batches(captured)
 
     def by_batches(self, captured: Capture) -> Capture:
@@ -88,11 +86,11 @@ class Proof:
     def _agrees(self, captured: Capture, batch: Item, *, gradients: bool = True) -> bool:
         return two_runs.agree(self.workload, self.model, captured, batch, gradients=gradients)
 
-    def _with_exactness(self, captured: Capture, batch: Item) -> Capture:
+    def _with_exactness(self, captured: Capture) -> Capture:
         """Add whether the bits are those of the model where nothing compiles."""
         exact, notes = True, list[str]()
         if captured.asks_compiling:
-            exact, notes = verify(self.workload, self.model, captured.module, captured.graph, [batch])
+            exact, notes = verify(self.workload, self.model, captured.module, captured.graph, self.items[-1:])
         return _with_result(captured, exact, notes)
 
 
