@@ -39,16 +39,18 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 
 
 def import_torch() -> None:
-    """Import torch, and let its threads wait for work without occupying cores.
+    """Import torch, and let its threads wait for work without occupying cores, unless the user has set how they wait.
 
     On a machine that others use, threads that spin slow one another down several times. The processes that this one
     starts do not inherit it.
     """
     name = "OMP_WAIT_POLICY"
-    chosen = os.environ.get(name)
-    os.environ[name] = chosen or "PASSIVE"  # OpenMP reads it once
-    importlib.import_module("torch")
-    if chosen is None:
+    if name in os.environ:
+        return
+    os.environ[name] = "PASSIVE"  # OpenMP reads it once
+    try:
+        importlib.import_module("torch")
+    finally:
         del os.environ[name]
 
 

@@ -20,13 +20,7 @@ from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
-from autopipe.trace.sizes.lengths import (
-    Length,
-    found_lengths,
-    other_sizes,
-    sizes_of,
-    varying_lengths,
-)
+from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS

@@ -48,13 +48,17 @@ class Proof:
         """
         workload = self.workload
         if self.in_parts:
-            longest = other_batch(workload, self.items[0], _FEWEST_IN_PARTS)
-            for part in shorter_parts(lengths):
-                batch = shortened(workload, other_batch(workload, self.items[0], _IN_PARTS), lengths, part)
-                if self._agrees(captured, batch):
-                    if not self._agrees(captured, longest, gradients=_cuts_gradients(captured)):
-                        break
-                    return self._with_exactness(bounded(captured, lengths, part))
+            batch = other_batch(workload, self.items[0], _IN_PARTS)
+            agreeing = (
+                part
+                for part in shorter_parts(lengths)
+                if self._agrees(captured, shortened(workload, batch, lengths, part))
+            )
+            shortest = next(agreeing, None)
+            if shortest is not None:
+                complete = other_batch(workload, self.items[0], _FEWEST_IN_PARTS)
+                if self._agrees(captured, complete, gradients=_cuts_gradients(captured)):
+                    return self._with_exactness(bounded(captured, lengths, shortest))
         for part in shorter_parts(lengths):
             short = [shortened(workload, self.items[0], lengths, part)]
             try:
@@ -62,16 +66,16 @@ class Proof:
             except TraceError as why:
                 logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
             else:
-                return self.by_batches(bounded(captured, lengths, part))
+                return self._by_batches(bounded(captured, lengths, part))
         return None
 
     def of(self, captured: Capture) -> Capture:
         """Prove a capture. Raises: TraceError with the first value that differs."""
         if self.in_parts and self._agrees(captured, other_batch(self.workload, self.items[0], _IN_PARTS)):
             return self._with_exactness(captured)
-        return self.by_batches(captured)
+        return self._by_batches(captured)
 
-    def by_batches(self, captured: Capture) -> Capture:
+    def _by_batches(self, captured: Capture) -> Capture:
         """Compare a capture with the model on the same batches, and a batch with its microbatches."""
         workload, model, graph = self.workload, self.model, captured.graph
         # a decision is that of the captured batch, and an opaque module may do something else with each

@@ -131,37 +131,43 @@ def test_gradients_that_a_model_has_are_left_as_they_are():
 
 
 class Words(torch.nn.Module):
-    """Predicts the next word, and divides what it computes by a number of the whole batch."""
+    """Predicts the next word."""
 
-    def __init__(self, of_batch):
+    def __init__(self):
         super().__init__()
-        self.embed, self.head, self.of_batch = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11), of_batch
+        self.embed, self.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11)
 
     def forward(self, words):
-        values = self.embed(words)
-        return self.head(values / ((words > 0).float().mean() if self.of_batch else 2.0))
+        return self.head(self.embed(words) / 2.0)
 
 
-def padded(of_batch, shortest=4):
+class OfBatch(Words):
+    """Divides what it computes by a number of the whole batch."""
+
+    def forward(self, words):
+        return self.head(self.embed(words) / (words > 0).float().mean())
+
+
+def padded(model):
     """Return a workload of sentences of 16 words. The rest of a row is 0; the first words of a sentence never are."""
     words = 1 + torch.arange(64 * 16).reshape(64, 16) * 7 % 10
-    ends = shortest + torch.arange(64) * 5 % (17 - shortest)
+    ends = 4 + torch.arange(64) * 5 % 13
     words[torch.arange(16) >= ends[:, None]] = 0
 
     def loss(output, item):
         return torch.nn.functional.cross_entropy(output.flatten(0, 1), item["words"].flatten())
 
-    return Toy(lambda: Words(of_batch), lambda size, _: {"words": words[:size]}, loss)
+    return Toy(model, lambda size, _: {"words": words[:size]}, loss)
 
 
 def test_a_number_of_the_whole_batch_is_seen_although_short_batches_have_no_padding():
-    captured = capture(padded(True))
+    captured = capture(padded(OfBatch))
     assert captured.graph.lengths and captured.coupling.error > 1e-3
-    assert capture(padded(False)).coupling.error == 0
+    assert capture(padded(Words)).coupling.error == 0
 
 
 def test_gradients_are_computed_at_the_shortest_length_only(monkeypatch):
-    work, shapes, of_backwards = padded(False), [], []
+    work, shapes, of_backwards = padded(Words), [], []
     loss, backward = work.loss, torch.autograd.backward
 
     def noted(model, item):
@@ -181,8 +187,8 @@ def test_gradients_are_computed_at_the_shortest_length_only(monkeypatch):
 class Cut(Words):
     """The gradient depends on the padding of the whole batch, and the value does not."""
 
-    def __init__(self, of_batch):
-        super().__init__(of_batch)
+    def __init__(self):
+        super().__init__()
         self.head.requires_grad_(False)
 
     def forward(self, words):
@@ -192,6 +198,4 @@ class Cut(Words):
 
 
 def test_a_gradient_that_couples_samples_in_padded_batches_is_seen():
-    work = padded(False)
-    work._build = lambda: Cut(False)
-    assert capture(work).coupling.error > 1e-3
+    assert capture(padded(Cut)).coupling.error > 1e-3
