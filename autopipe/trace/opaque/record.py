@@ -45,8 +45,8 @@ class ModuleCalls:
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._paths: dict[int, str] = {}
-        for path, module in self._faked_model.model.named_modules():
-            self._paths.setdefault(id(module), path)
+        for path, module in self._faked_model.modules:
+            self._paths[id(module)] = path
 
     @property
     def stack(self) -> tuple[tuple[str, str, int], ...]:
@@ -109,7 +109,8 @@ class ModuleCalls:
             kwargs,
             lambda a, k: Call("call_module", path, a, k),
             name=path,
-            state=list(module.buffers()),
+            target=module,
+            state=list(module.buffers()) if module._modules or module._buffers else (),
             silent=written_statistics(module),
         )
 
@@ -133,7 +134,13 @@ class ModuleCalls:
         changed = [inputs[place] for place in form.changed if place < len(inputs)]
         changed += [self._faked_model.fake[name] for name in sorted(opaque.written.get(path, ()))]
         out = self._record(
-            results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed
+            results,
+            args,
+            kwargs,
+            lambda a, k: Call("call_module", path, a, k),
+            name=path,
+            target=module,
+            silent=changed,
         )
         node = next(n for n in reversed(self._writer.graph.nodes) if n.op == "call_module" and n.target == path)
         node.meta["opaque"] = True

@@ -52,6 +52,7 @@ class FakedModel:
         self.plain: dict[int, tuple[str, Tensor]] = {}
         self.of_real: dict[int, Tensor] = {}
         self.fake: dict[str, Tensor] = {}  # first name -> fake
+        self.modules = list(model.named_modules())
         self.snapshot = ModelSnapshot(model)
         self.caches = Caches(model)
 
@@ -147,6 +148,8 @@ class FakedModel:
 
     def reassigned_buffers(self) -> Mapping[str, Tensor]:
         """Return first name -> new value of the buffers that the forward bound to another tensor."""
+        if not any(module._buffers for _, module in self.modules):
+            return {}
         tensors: dict[str, Tensor] = {}
         for name, now in self.model.named_buffers(remove_duplicate=False):
             first = self.aliases.get(name, name)

@@ -123,7 +123,7 @@ def follow(
         if answer:
             recorder.answers.keep(RealValues(faked_model, leaves, workload.spec.seed))
         shape_env.on_answer = recorder.answers.on_comparison
-        with _running(recorder, mode, symbolic=batch is None) as reads:
+        with running(recorder, mode, symbolic=batch is None) as reads:
             faked = workload.with_leaves(item, fakes)
             loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
             copied = rebound.copy_into_buffers(recorder, faked_model, loss)
@@ -133,17 +133,23 @@ def follow(
         raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
     _check_batch(symbols, shape_env, count, item)
     calls = tuple(recorder.graph.nodes)
-    rebound.place_copies(recorder.graph, faked_model, copied)
-    _clone_changed_inputs(recorder.graph)
-    join(recorder.graph, batch or count)
-    remove_unused(recorder.graph)
+    clean(recorder, faked_model, copied, batch or count)
     sizes = () if first is None and not lengths else (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
     return Followed(recorder, faked_model, symbols, sizes, reads.seen, first, free, calls)
 
 
+def clean(recorder: Recorder, faked_model: FakedModel, copied: Mapping[str, fx.Node], count: int) -> None:
+    """Make explicit in a recorded graph what Python did by assignment. ``copied``: see ``rebound``."""
+    rebound.place_copies(recorder.graph, faked_model, copied)
+    _clone_changed_inputs(recorder.graph)
+    join(recorder.graph, count)
+    remove_unused(recorder.graph)
+
+
 @contextlib.contextmanager
-def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Iterator[TrainingReads]:
+def running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Iterator[TrainingReads]:
+    """Record inside, on fakes of a mode. Raises: TraceError for any exception."""
     # without it, some C++ operations convert a symbolic size to a number
     dispatcher = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
     try:

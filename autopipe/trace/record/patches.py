@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,7 +69,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         if cls is torch.nn.modules._functions.BackwardHookFunction:
             out = original(*args, **kwargs)
             for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
-                recorder.writer.alias(value, of)
+                recorder.alias(value, of)
             recorder.notes.append(f"a backward hook of a module only observes, and is not run in stages ({here()})")
             return out
         return recorder.call_custom(cls, original, *args, **kwargs)
@@ -164,13 +165,16 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 def as_compiled(
     asked: list[str] | None = None, only: str = "", called: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` return True.
+    """Make ``torch.compiler.is_compiling()`` return True in this thread.
 
     ``called``: runs at each call. ``asked``: a list to which every calling place (``file:line``) is added. ``only``: if
     not "", the only calling place for which it returns True.
     """
+    thread = threading.get_ident()
 
     def yes() -> bool:
+        if threading.get_ident() != thread:
+            return before[0]()
         place = ""
         if called is not None:
             called()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.fixed import NOT_FIXED, Fixed
 from autopipe.trace.record.real_values import RealValues
+from autopipe.trace.record.running import Performed, Running, Tape
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import Call, property_name, written
 from autopipe.trace.record.values import (
@@ -142,7 +143,7 @@ class Recorder(TorchFunctionMode):
         self.random = RandomCount()
         self.notes: list[str] = []
         self.asks_compiling = False
-        self.custom_functions: list[str] = []
+        self.custom_functions: list[type] = []
         self.construct = ""  # the running call, for messages
         self.operands: list[Tensor] = []  # of the running call
         self.most = 0  # maximum number of calls of a second recording; 0 for no limit
@@ -154,12 +155,15 @@ class Recorder(TorchFunctionMode):
         self.num_checkpoints = 0
         self.checkpoints: list[int] = []
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
-        self._fakes = Fakes(symbols.shape_env)
+        self.tape: Tape | None = None  # compares the calls with known ones, if the forward runs again and again
+        self.written: list[fx.Node] = []  # the nodes of the latest calls
+        self.described: list[dict[str, Any]] | None = None  # metadata for the next nodes, of calls that are known
+        self.fakes = Fakes(symbols.shape_env)
         self._pause = Pause()
         self.writer = GraphWriter(faked_model, symbols, self._pause, self._describe)
         self.answers = Answers(self.writer, self._pause, self.notes)
         self.modules = ModuleCalls(
-            faked_model, self.writer, self.random, self.call, self._fakes, self._pause, watch=watch
+            faked_model, self.writer, self.random, self.call, self.fakes, self._pause, watch=watch
         )
 
     @property
@@ -196,16 +200,23 @@ class Recorder(TorchFunctionMode):
             raise unsupported(f"torch.autograd.grad {TRANSFORMED}", "remove the call")
         if name == "__set__":
             return self._set(func, args)
-        number = self.answers.fixed_number(name, args)
+        if self.tape is not None and name == "__get__" and property_name(func) == "_version":
+            return self.tape.version()
+        number = self.answers.fixed_number(name, args) if self.tape is None else self.tape.number(name, args)
         if number is not NOT_FIXED:
             return format(number, args[1]) if name == "__format__" else OF_ITSELF.get(name, lambda n: n)(number)
         if self.answers.reads is not None and is_answered(name, args):
             return self.answers.answer(func, name, args, kwargs)
-        run = self._fakes.function(name) or func
-        return self.call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name)
+        run = self.fakes.function(name) or func
+        return self.call(
+            lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name, target=func
+        )
 
     def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
         attribute = property_name(func)
+        if attribute == "requires_grad" and self.tape is not None:
+            self.__torch_function__(Tensor.requires_grad_, (), args)
+            return None
         if attribute == "requires_grad":
             args[0].requires_grad_(args[1])
             node = self.writer.append("call_method", "requires_grad_", (self.writer.known.node(args[0]), args[1]))
@@ -231,29 +242,45 @@ class Recorder(TorchFunctionMode):
         form: Callable[[tuple[Any, ...], dict[str, Any]], Call],
         *,
         name: str,
-        state: Iterable[Tensor] = (),
+        target: Any,
+        state: Sequence[Tensor] = (),
         silent: Sequence[Tensor] = (),
+        inner: list[Any] | None = None,
     ) -> Any:
-        """Run and record one call. ``state``: other tensors that it may change; ``silent``: those that it changes."""
-        self.construct = name
-        args, kwargs = self.writer.known.faked(args), self.writer.known.faked(kwargs)
-        touched = self.operands = [*tensors_in((args, kwargs)), *state]
-        versions = [version_of(tensor) for tensor in touched]
+        """Run and record one call. The arguments are those of ``Running``."""
+        call = Running(run, args, kwargs, form, name, target, state, silent, inner)
+        return self.write(call, self.perform(call)) if self.tape is None else self.tape.call(call)
+
+    def paused(self) -> Pause:
+        """Return a context in which nothing is recorded."""
+        return self._pause
+
+    def perform(self, call: Running) -> Performed:
+        """Run a call on fakes."""
+        self.construct = call.name
+        args, kwargs = self.writer.known.faked(call.args), self.writer.known.faked(call.kwargs)
         first = self.random.count
+        touched = self.operands = [*tensors_in((args, kwargs)), *call.state]
         with self._pause:
-            out = run(args, kwargs)
-        changed = [t for t, version in zip(touched, versions, strict=True) if version_of(t) != version]
-        changed += self._written_silently(name, args, kwargs) if name in SILENT else silent
+            versions = [version_of(tensor) for tensor in touched]
+            out = call.run(args, kwargs)
+            changed = [t for t, version in zip(touched, versions, strict=True) if version_of(t) != version]
+        changed += self._written_silently(call.name, args, kwargs) if call.name in SILENT else call.silent
         self.construct, self.operands = "", []
+        return Performed(args, kwargs, out, changed, (first, self.random.count - first))
+
+    def write(self, call: Running, performed: Performed) -> Any:
+        """Record a call, unless nothing depends on it. Return its result for the user's code."""
+        args, kwargs, out, changed = performed.args, performed.kwargs, performed.out, performed.changed
         if not changed and next(tensors_in(out), None) is None and not dataclasses.is_dataclass(out):
-            if isinstance(out, SYMBOLIC) and name == "item":
-                self.answers.bind_number(out, self.writer.record(form(args, kwargs), [], (first, 0)))
+            if isinstance(out, SYMBOLIC) and call.name == "item":
+                node = self.writer.record(call.form(args, kwargs), [], (performed.drawn[0], 0))
+                self.answers.bind_number(out, node)
             return out
-        call = form(args, kwargs)
-        node = self.writer.record(call, changed, (first, self.random.count - first))
-        if name in ("__setitem__", "__delitem__"):
+        node = self.writer.record(call.form(args, kwargs), changed, performed.drawn)
+        if call.name in ("__setitem__", "__delitem__"):
             return out
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = call.name.endswith("_") and not call.name.endswith("__")
         return self.writer.bind(out, node, in_place or any(out is tensor for tensor in changed))
 
     def _written_silently(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -270,10 +297,25 @@ class Recorder(TorchFunctionMode):
             raise unsupported(
                 f"{name} is defined inside a function, so no stage could import it", "move it to the module"
             )
-        self.custom_functions.append(name)
+        self.custom_functions.append(function)
+        inner: list[Any] = []
+        run = apply if self.tape is None else self.tape.watched(apply, inner)
         return self.call(
-            lambda a, k: apply(*a, **k), args, kwargs, lambda a, k: Call("call_function", apply, a, k), name=name
+            lambda a, k: run(*a, **k),
+            args,
+            kwargs,
+            lambda a, k: Call("call_function", apply, a, k),
+            name=name,
+            target=function,
+            inner=inner,
         )
+
+    def alias(self, value: Tensor, of: Tensor) -> None:
+        """Register ``value`` as another object for ``of``."""
+        if self.tape is None:
+            self.writer.alias(value, of)
+        else:
+            self.tape.alias(value, of)
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -286,6 +328,11 @@ class Recorder(TorchFunctionMode):
             self.checkpoints.pop()
 
     def _describe(self, node: fx.Node) -> None:
+        if self.tape is not None:
+            self.written.append(node)
+        if self.described is not None:
+            node.meta.update(self.described.pop(0))
+            return
         if self.watch:
             self.modules.refuse_drawn()
         if self.most and len(self.graph.nodes) > self.most:

@@ -28,6 +28,12 @@ class TensorNodes:
         self._nodes[id(value)] = node
         self._alive.append(value)
 
+    def clear(self) -> None:
+        """Forget the tensors, so that they live no longer than their other users want."""
+        self._nodes.clear()
+        self._alive.clear()
+        self.constant_fakes.clear()
+
     def has(self, value: Any) -> bool:
         """Return whether a node of the graph produces this tensor object."""
         return id(value) in self._nodes

@@ -1,0 +1,62 @@
+"""The known calls of forward and loss: a tree, because runs that begin alike have their first calls in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from autopipe.trace.record.fixed import NOT_FIXED
+from autopipe.trace.record.running import Running
+from autopipe.trace.tape.keys import Key
+
+
+class Entry:
+    """One known call, or the beginning.
+
+    ``next``: the calls that have followed it; ``ends``: what the runs returned that ended here.
+    """
+
+    __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "inner", "is_node", "key",
+                 "name", "next", "nodes", "origin", "results")  # fmt: skip
+
+    def __init__(self, key: Key = (), name: str = "") -> None:
+        self.key, self.name = key, name
+        self.next: dict[Key, Entry] = {}
+        self.ends: dict[Hashable, list[Any]] = {}  # with the calls of the backward pass
+        self.answer: Any = NOT_FIXED  # of a read: the number that depends on nothing but constants
+        self.error: type[Exception] | None = None  # of the exception that it raised
+        self.form: Any = None  # of what it returned
+        self.results: list[Tensor] = []  # the new tensors among it
+        self.changed: tuple[int, ...] = ()  # places of the tensors that it wrote to
+        self.draws = 0  # random numbers of torch: how often it drew
+        self.nodes: tuple[dict[str, Any], ...] = ()  # metadata of the nodes that it became
+        self.is_node = False  # whether it became a node of the graph
+        self.again = False  # it runs on fakes each time
+        self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it
+        self.origin: Hashable | None = None  # what identifies its result, if it depends on nothing but constants
+        self.call: Running | None = None  # with an ``origin``: how its result is made
+
+
+class Origins:
+    """The tensors that depend on nothing but constants, whatever run has made them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Entry]] = {}
+
+    def add(self, value: Tensor, entry: Entry) -> None:
+        """Note what has made a tensor, as long as it lives."""
+        number = id(value)
+        self._entries[number] = weakref.ref(value, lambda _: self._entries.pop(number, None)), entry
+
+    def entry(self, value: Tensor) -> Entry | None:
+        """Return the call that has made a tensor; None if it depends on a batch, on state or on random numbers."""
+        reference, entry = self._entries.get(id(value), (None, None))
+        return entry if reference is not None and reference() is value else None
+
+    def identity(self, value: Tensor) -> Hashable:
+        """Return what identifies the content of a tensor, or None."""
+        entry = self.entry(value)
+        return None if entry is None else entry.origin

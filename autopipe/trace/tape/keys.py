@@ -1,0 +1,196 @@
+"""What identifies a call: function, modes and arguments, with each tensor as the number of a value.
+
+Python numbers are compared by type and bits, text and settings as they are, tensors and arrays that Python holds by
+their bytes at each use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from autopipe.bits import bytes_of
+from autopipe.trace.explain import unsupported
+from autopipe.trace.record.values import SYMBOLIC
+from autopipe.trace.tape.live import LiveModel
+
+Key = tuple[Hashable, ...]
+
+_PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+_SMALL = 1 << 16  # bytes of a tensor that are part of the key; of a larger one, it is a number for its content
+
+
+class Value(int):
+    """The number of a value in a key; it equals no number of Python."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Value and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return int(self)
+
+
+class Contents:
+    """Numbers for the contents of large tensors that Python holds: equal numbers, equal bytes."""
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor] = []
+
+    def number(self, value: Tensor) -> int:
+        """Return the number of the bytes of a tensor; a new content is copied."""
+        content = bytes_of(value.detach().cpu())
+        for number, other in enumerate(self._seen):
+            if other.shape == content.shape and torch.equal(other, content):
+                return number
+        self._seen.append(content.clone())
+        return len(self._seen) - 1
+
+
+class Keys:
+    """The values of one run by tensor, and the keys of its calls.
+
+    ``origin``: returns what identifies a tensor of an earlier run, if it depends on nothing but constants.
+    """
+
+    def __init__(self, live: LiveModel, contents: Contents, origin: Callable[[Tensor], Hashable | None]) -> None:
+        self._live, self._contents, self._origin = live, contents, origin
+        self._numbers: dict[int, Value] = {}
+        self._alive: list[Any] = []  # ids are unique only among live objects
+        self._aliases: list[Any] = []
+
+    def add(self, values: list[Tensor]) -> None:
+        """Give the next numbers to new values."""
+        for value in values:
+            self._numbers[id(value)] = Value(len(self._alive))
+            self._alive.append(value)
+
+    def alias(self, value: Tensor, of: Tensor) -> None:
+        """Give a tensor the number of another one."""
+        number = self._numbers.get(id(of))
+        if number is not None:
+            self._numbers[id(value)] = number
+            self._aliases.append(value)
+
+    def clear(self) -> None:
+        """Forget the values."""
+        self._numbers.clear()
+        self._alive.clear()
+        self._aliases.clear()
+
+    def number(self, value: Any) -> Hashable:
+        """Return the number of a value; the name of a parameter or buffer; None for any other tensor."""
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
+        name = self._live.state.get(id(value))
+        if name is None and id(value) in self._live.of_real:
+            name = self._live.state.get(id(self._live.of_real[id(value)]))
+        return name
+
+    def of(self, target: Any, modes: tuple[Any, ...], *arguments: Any) -> Key:
+        """Return the key of a call. Raises: TraceError for an argument that cannot be compared."""
+        key: list[Any] = [target, *modes]
+        for argument in arguments:
+            if argument:
+                self._walk(argument, key)
+        return tuple(key)
+
+    def of_module(self, path: str, module: nn.Module) -> Key:
+        """Return what identifies a module of torch whose calls are one call: its path, and what its code reads."""
+        key: list[Any] = [path]
+        for part in (module,) if not module._modules else module.modules():
+            own, kind = vars(part), type(part)
+            key += (kind, kind.forward, id(own.get("forward")))
+            names: tuple[str, ...] = read_by(kind)  # type: ignore[arg-type]  # a class is hashable
+            for name in names:
+                if name in own:
+                    key.append(name)
+                    value = own[name]
+                    if isinstance(value, (int, float, *_PLAIN, tuple)):
+                        self._walk(value, key)
+                    else:
+                        key.append(id(value))
+            key += [part.training, *(p.requires_grad for p in part._parameters.values() if p is not None)]
+        return tuple(key)
+
+    def _walk(self, value: Any, key: list[Any]) -> None:
+        kind = type(value)
+        if kind is FakeTensor or isinstance(value, Tensor):
+            key.append(self._of_tensor(value))
+        elif kind is int:
+            key += (int, value)
+        elif kind is float:
+            key += (float, value if value and not math.isnan(value) else repr(value))  # 0.0 equals -0.0
+        elif isinstance(value, _PLAIN):
+            key += (kind, value)
+        elif isinstance(value, (tuple, list)):
+            key += (kind, len(value))
+            for entry in value:
+                self._walk(entry, key)
+        elif isinstance(value, dict):
+            key += (kind, len(value))
+            for name, entry in value.items():
+                key.append(name)
+                self._walk(entry, key)
+        elif kind is slice:
+            key.append(slice)
+            for entry in (value.start, value.stop, value.step):
+                self._walk(entry, key)
+        elif isinstance(value, (int, float, complex, np.generic, *SYMBOLIC)):
+            key += (kind, str(value) if isinstance(value, SYMBOLIC) else repr(value))
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            key += (kind, value.shape, value.dtype.str, value.tobytes())
+        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            key.append(value)
+        else:
+            raise unsupported(
+                f"an argument of type {kind.__name__}", "pass tensors, numbers, text, or lists and dicts of them"
+            )
+
+    def _of_tensor(self, value: Tensor) -> Hashable:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
+        name = self.number(value)
+        if name is not None:
+            fake = self._live.fake[str(name)]
+            return (name, fake.requires_grad)
+        if isinstance(value, FakeTensor):
+            return ("kept", self._origin(value) or object())  # without an origin, it equals nothing
+        return self._content(value)
+
+    def _content(self, value: Tensor) -> Hashable:
+        """Return what identifies a tensor that Python holds: its form and its bytes."""
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            form: Key = (value.dtype, tuple(value.shape), str(value.device), value.requires_grad)
+            if value.layout != torch.strided or value.is_meta:
+                return (*form, id(value), value._version)
+            form = (*form, value.stride())
+            if value.numel() * value.itemsize > _SMALL:
+                return (*form, self._contents.number(value))
+            return (*form, bytes_of(value.detach().cpu()).numpy().tobytes())
+
+
+@functools.cache
+def read_by(kind: Any) -> tuple[str, ...]:
+    """Return the names of attributes that the methods of a class of torch may read."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for value in vars(base).values():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                names.update(function.__code__.co_names)
+    return tuple(sorted(names - {"training", "_flat_weights", "_flat_weight_refs", "_parameters", "_buffers"}))

@@ -1,0 +1,79 @@
+"""Results of calls: their form, and whether the user's code keeps one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def forms_of(values: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the forms of the fakes among tensors: what Python may read of them, and how many attributes they have."""
+    return [
+        (tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, len(vars(value)))
+        if value.layout == torch.strided
+        else ()
+        for value in values
+        if isinstance(value, FakeTensor)
+    ]
+
+
+def is_held(results: list[Tensor], own: int) -> bool:
+    """Return whether something else has one of the results, too: the user's code has kept it in an earlier run.
+
+    ``own``: references that a result has in any case. torch's C++ adds one if it uses the tensor.
+    """
+    for place in range(len(results)):
+        result: Any = results[place]
+        if getrefcount(result) - (result._use_count() > 1) > own:
+            return True
+    return False
+
+
+OWN = next(count for count in range(8) if not is_held([torch.empty(0)], count))
+"""References to a result that only a list has."""
+
+
+def is_rebuilt(value: Any) -> bool:
+    """Return whether ``built`` makes a new result; for another kind of result, the call runs again."""
+    if isinstance(value, (tuple, list)):
+        return all(map(is_rebuilt, value))
+    if type(value) is dict:
+        return all(map(is_rebuilt, value.values()))
+    return value is None or isinstance(value, (Tensor, int, float, complex, str, torch.SymInt, torch.SymFloat))
+
+
+def form_of(value: Any, touched: Sequence[Tensor], is_old: Callable[[Tensor], bool], results: list[Tensor]) -> Any:
+    """Return the form of a result, and add its new tensors to ``results``. ``touched``: of the arguments."""
+    if isinstance(value, Tensor):
+        place = next((i for i, tensor in enumerate(touched) if tensor is value), -1)
+        if place >= 0 and is_old(value):
+            return ("argument", place)
+        results.append(value)
+        return ("result", len(results) - 1)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(form_of(entry, touched, is_old, results) for entry in value))
+    if isinstance(value, dict):
+        return (type(value), {name: form_of(entry, touched, is_old, results) for name, entry in value.items()})
+    return ("constant", value)
+
+
+def built(form: Any, touched: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
+    """Return a result of a form: new containers, so that one which the user's code keeps is not seen again."""
+    kind, content = form
+    if kind == "argument":
+        return touched[content]
+    if kind == "result":
+        return results[content]
+    if kind == "constant":
+        return content
+    if issubclass(kind, dict):
+        return kind((name, built(entry, touched, results)) for name, entry in content.items())
+    entries = [built(entry, touched, results) for entry in content]
+    if kind in (tuple, list) or not hasattr(kind, "_fields"):
+        return kind(entries)
+    return tuple.__new__(kind, entries)
