@@ -124,6 +124,7 @@ class RankSession:
 
         Raises: RunError if the data ends before the steps do.
         """
+        self._guard()
         step, place = self._proven(self._resume)
         saved = step if self.job.start_step >= 0 else -1
         reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
@@ -157,6 +158,14 @@ class RankSession:
         if windows.stopped and self.transport.leads:
             self.reporter.event("stopped", step=step)
 
+    def _guard(self) -> None:
+        """Let rank 0 compare the Python of the model with the stage code, if it reads the data of the workload."""
+        if self.transport.leads and self.items is None and not self.job.loop:
+            from autopipe.runtime.batches.guard import Guard  # it imports the capture
+
+            self.reporter.at("building the model that is compared with the stages", waiting=False)
+            self._recordings.guard = Guard.of(self.workload, self.reporter)
+
     def _epoch(self, epoch: int) -> Iterator[Any]:
         return self.workload.items(self.job.batch_size or None, epoch=epoch)
 
@@ -170,6 +179,9 @@ class RankSession:
         source = Source(
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
+        guard = self._recordings.guard
+        if training and guard is not None:
+            source.passed = lambda item: guard.replay(item, self.context.plan.num_microbatches)
         if who == "one":
             reader = OneReads(source, self._recordings, processes, self.reporter, self._placement, training)
             if training and self.job.loop:

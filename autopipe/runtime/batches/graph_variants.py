@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -38,6 +38,9 @@ from autopipe.stage import Stage
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.cutting.dimensions import BatchDimensions
+
+if TYPE_CHECKING:
+    from autopipe.runtime.batches.guard import Guard  # it imports the capture
 
 EVALUATION = "evaluation"
 _KEPT_PARTS = 1024
@@ -79,6 +82,8 @@ class GraphVariants:
     announce: Callable[[str, bool], None] | None = None
     # the last minibatch of training
     latest: Any = None
+    # of rank 0: compares what the model does for each microbatch of training with the stage code
+    guard: Guard | None = None
     # the parts read so far, by training or not, structure and shapes
     _parts: dict[Any, _Part] = field(default_factory=dict)
     _count: int = 0
@@ -105,6 +110,9 @@ class GraphVariants:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
         read = [self._read(part, training=training) for part in parts]
+        if training and self.guard is not None:
+            for index, (part, (_, known)) in enumerate(zip(parts, read, strict=True)):
+                self.guard.follow(part, index, known.recording.graph, known.sizes)
         shares = self._shares(item, read)
         self.weight = shares.total
         return [

@@ -54,7 +54,9 @@ class Minibatch:
     place: Place
 
 
-def _cut(minibatch: Taken, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
+def _cut(minibatch: Taken, step: int, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
+    if recordings.guard is not None:
+        recordings.guard.step = step
     parts = recordings.microbatches(minibatch.item, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
@@ -89,13 +91,13 @@ class OneReads:
         """
         if self.transport.rank != 0:
             return self._receive_all(length)
-        taken = self.source.read(first, length)
         self.recordings.before_recording, self.recordings.announce = None, self._announce
-        minibatches = []
-        for index, minibatch in enumerate(taken):
-            minibatches.append(_cut(minibatch, self.recordings, self.placement, training=self.training))
-            self._send(first + index, minibatch.item, minibatches[-1])
-        if len(taken) < length:
+        minibatches: list[Minibatch] = []
+        for step in range(first, first + length):  # one by one: data may change what the next forward reads
+            for minibatch in self.source.read(step, 1, copied=length > 1):
+                minibatches.append(_cut(minibatch, step, self.recordings, self.placement, training=self.training))
+                self._send(step, minibatch.item, minibatches[-1])
+        if len(minibatches) < length:
             self._send_header_to_all({"kind": "end"})
         return minibatches
 
@@ -283,7 +285,10 @@ class EachReads:
         self.recordings.before_recording, self.recordings.announce = self.settle, None
         if len(taken) < length:
             self.settle()
-        return [_cut(minibatch, self.recordings, self.placement, training=self.training) for minibatch in taken]
+        return [
+            _cut(minibatch, first + index, self.recordings, self.placement, training=self.training)
+            for index, minibatch in enumerate(taken)
+        ]
 
     def settle(self) -> None:
         """Wait for the comparison, before a step with what ``read`` returned last.

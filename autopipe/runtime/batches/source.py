@@ -67,6 +67,8 @@ class Source:
     speaks: bool = False
     # called before each minibatch is read
     reading: Callable[[], None] = lambda: None
+    # called with each minibatch that was trained before
+    passed: Callable[[Any], None] = lambda item: None
     place: Place = field(default_factory=Place)
     _iterator: Iterator[Any] | None = None
     # how many minibatches of the epoch the data has given
@@ -100,6 +102,7 @@ class Source:
             if item is None:
                 self._refuse_dry(position, f"; it had given {place.position} when the checkpoint was made")
             digest = chained(digest, digest_of(item))
+            self.passed(item)
         self.place = Place(place.epoch, place.position, digest.hex())
         if compare and place.digest and place.digest != self.place.digest:
             replay, read = "all" if complete else "some", self.place.digest
@@ -109,10 +112,11 @@ class Source:
                 f"epoch {place.epoch} differ"
             )
 
-    def read(self, step: int, most: int) -> list[Taken]:
+    def read(self, step: int, most: int, *, copied: bool = False) -> list[Taken]:
         """Return the next minibatches, the first for step ``step``: fewer than ``most`` at the end of the last epoch.
 
         If several are read, they are copies: data may overwrite the memory of a minibatch with the next one.
+        ``copied``: copy also a single one.
 
         Raises: RunError if an epoch gives no minibatches.
         """
@@ -129,7 +133,7 @@ class Source:
             chain = chained(bytes.fromhex(self.place.digest), digest).hex()
             self.place = Place(self.place.epoch, self.place.position + 1, chain)
             self._refuse_unused(step + len(taken))
-            taken.append(Taken(kept(item) if most > 1 else item, digest, self.place))
+            taken.append(Taken(kept(item) if copied or most > 1 else item, digest, self.place))
         return taken
 
     @property
@@ -171,6 +175,7 @@ class Source:
                 return True
             if time.monotonic() > deadline:
                 return False
+            self.passed(item)
             self.reporter.at(f"replaying epoch {epoch}", waiting=False)
 
     def _refuse_dry(self, given: int, before: str, step: int = -1) -> None:

@@ -68,6 +68,27 @@ class Caches:
                 function.cache_clear()
 
 
+class MemoizedFakes:
+    """The memoized functions of the model's code, while its Python runs on fakes again and again.
+
+    A stage of this process, or the data, may call the same functions with the same arguments.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        caches = Caches(model)
+        functions = (*caches._memoized.values(), *caches._of_packages.values())
+        self._misses = {id(function): (function, misses) for function, misses in functions}
+
+    def forget(self) -> None:
+        """Clear the functions that have returned fakes since the last time."""
+        for number, (function, misses) in self._misses.items():
+            now = function.cache_info().misses
+            if now != misses:
+                if any(map(_holds_fake, gc.get_referents(function))):
+                    function.cache_clear()
+                self._misses[number] = function, function.cache_info().misses
+
+
 def users_namespaces(model: nn.Module) -> list[Any]:
     """Return the Python modules that define the model's classes."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())

@@ -20,7 +20,7 @@ class Entry:
     """
 
     __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "inner", "is_node", "key",
-                 "name", "next", "nodes", "origin", "results")  # fmt: skip
+                 "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
 
     def __init__(self, key: Key = (), name: str = "") -> None:
         self.key, self.name = key, name
@@ -37,6 +37,7 @@ class Entry:
         self.again = False  # it runs on fakes each time
         self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it
         self.origin: Hashable | None = None  # what identifies its result, if it depends on nothing but constants
+        self.num_runs = 0  # of the beginning: recorded runs that began here
         self.call: Running | None = None  # with an ``origin``: how its result is made
 
 

@@ -33,13 +33,14 @@ class Reading:
 
     def __init__(self, root: Entry, recorder: Recorder, keys: Keys, origins: Origins) -> None:
         self.root, self.at, self.recorder, self.keys, self.origins = root, root, recorder, keys, origins
-        self.records = self._is_first = not root.next and not root.ends
+        self.records = not root.next and not root.ends
+        self._is_first = not root.num_runs
         self._expected = False  # the running call raised an exception in an earlier run, too
         self.failure: AutopipeError | None = None  # the first, whether or not the user's code catches it
         self.performed = 0  # calls that were not served by known results
         # known calls that are not in the graph, with their results; without an entry, tensors and their aliases
         self._waiting: list[tuple[Entry | None, Any, Any]] = []
-        self._new: list[tuple[Entry, list[tuple[Any, ...]]]] = []  # recorded calls, and the forms of their results
+        self._new: list[tuple[Entry, list[tuple[Any, ...]]]] = []  # calls in the graph, and the forms of their results
         self._identities: dict[Hashable, Hashable] = {}  # of values that depend on constants only
 
     def call(self, call: Running) -> Any:
@@ -148,6 +149,7 @@ class Reading:
             changed = [touched[place] for place in entry.changed]
             drawn = (recorder.random.count, entry.draws)
             recorder.random.count += entry.draws
+            self._new.append((entry, forms_of(entry.results)))
             recorder.described = list(entry.nodes)
             recorder.write(call, Performed(args, kwargs, result, changed, drawn))
             recorder.described = None
@@ -309,15 +311,16 @@ class Reading:
             # a later call changed it in place, so that the next run needs another object
             entry.again = entry.again or forms != forms_of(entry.results)
         self.at.ends[end] = backward
+        self.root.num_runs += 1
 
     def close(self) -> None:
         """Drop all references to results."""
         self._waiting, self._new = [], []
         self.keys.clear()
 
-    def place(self) -> tuple[Entry, Entry | None]:
-        """Return the last call of this run that is known, and the known call that may follow it."""
-        return self.at, next(iter(self.at.next.values()), None)
+    def following(self) -> Entry | None:
+        """Return the known call that may follow the latest one."""
+        return next(iter(self.at.next.values()), None)
 
 
 _PLACES = ("source", "frame", "at", "caller", "own", "stack", "grad", "checkpoint", "autocast")

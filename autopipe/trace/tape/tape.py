@@ -24,6 +24,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.trace.graph.describe import GUARD, describe
 from autopipe.trace.lines.of_nodes import where_text
 from autopipe.trace.record import rebound
+from autopipe.trace.record.caches import MemoizedFakes
 from autopipe.trace.record.follow import Followed, clean, running
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_RUNS = 64
 """Sequences of calls with the same result that are kept for batches of one form."""
+_MOST_FORMS = 128
+"""Forms of batches whose calls are kept."""
 _CPU = torch.device("cpu")
 
 
@@ -83,8 +86,10 @@ class Tape:
         self._live = LiveModel(model, self._mode, _CPU)
         self._roots: dict[Hashable, Entry] = {}
         self._contents, self._origins = Contents(), Origins()
+        self._memoized = MemoizedFakes(model)
         self._fakes: Any = None  # of the first recorder: its results outlive a run
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}  # before the first run
+        self._moved: frozenset[str] = frozenset()  # settings that the latest run has changed
 
     def run(self, item: Item, graph: Graph | None, sizes: Mapping[str, int]) -> Difference | None:
         """Run model and loss for one microbatch. Return how they differ from the graph that the stages run, or None.
@@ -95,19 +100,21 @@ class Tape:
         """
         leaves = self.workload.leaves(item)
         root = self._root(item, leaves, graph)
-        outside = _Outside(self._settings)
+        outside = _Outside()
+        self._settings = self._settings or outside.settings
         run = _Run(self, item, leaves, root)
         try:
-            self._settings = self._settings or outside.settings
             with torch.enable_grad():
                 end = run.end()
             difference = None
-            if run.reading.records:
+            reading = run.reading
+            assert reading is not None, "a run that has ended has read calls"
+            if reading.records:
                 if graph is not None:
                     difference = _of_graphs(graph, sizes, run.graph())
                 if difference is None:
-                    run.reading.accept(end, run.backward)
-            elif run.backward != run.reading.at.ends[end]:
+                    reading.accept(end, run.backward)
+            elif run.backward != reading.at.ends[end]:
                 difference = Difference("", "the backward pass computes otherwise: a hook, or an autograd.Function")
         except TraceError as error:
             if not self.num_runs:
@@ -115,18 +122,23 @@ class Tape:
             difference = Difference(run.recorded(), error.what, error.where, error.remedy or KEEP)
         finally:
             run.close()
-        difference = difference or outside.difference(first=not self.num_runs)
+            self._memoized.forget()
+        moved = outside.moved()
+        difference = difference or outside.difference(self._settings, moved, self._moved)
+        self._moved = moved if self.num_runs else frozenset()
         self.num_runs += 1
         return difference
 
     def _root(self, item: Item, leaves: Mapping[str, Tensor], graph: Graph | None) -> Entry:
-        flat, structure = pytree.tree_flatten(item)
-        values = tuple(repr(leaf) for leaf in flat if not isinstance(leaf, Tensor))
+        # numbers and text in the batch need no root of their own: a call that reads one has it in its key
+        structure = pytree.tree_structure(item)
         forms = tuple((n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in leaves.items())
-        digest = "" if graph is None else graph.digest
-        root = self._roots.setdefault((str(structure), values, forms, digest), Entry())
-        if len(root.next) > _MOST_RUNS:
-            root.next.clear()
+        form = (str(structure), forms, "" if graph is None else graph.digest)
+        root = self._roots.get(form)
+        if root is None or root.num_runs > _MOST_RUNS:
+            if len(self._roots) >= _MOST_FORMS:
+                del self._roots[next(iter(self._roots))]
+            root = self._roots[form] = Entry()
         return root
 
 
@@ -139,8 +151,8 @@ class _Run:
         self.copied: Mapping[str, Any] = {}
         self.reads_training = False
         self.backward: list[Any] = []  # the calls of the user's Python in the backward pass
-        self.recorder: Recorder
-        self.reading: Reading
+        self.recorder: Recorder | None = None
+        self.reading: Reading | None = None
         self.root = root
 
     def end(self) -> Hashable:
@@ -153,7 +165,7 @@ class _Run:
             self.recorder = recorder = Recorder(live, self.symbols)
             recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
             keys = Keys(live, tape._contents, tape._origins.identity)
-            self.reading = recorder.tape = Reading(self.root, recorder, keys, tape._origins)
+            self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins)
             tape._shape_env.around = lambda: recorder.modules.around
             tape._shape_env.on_answer = recorder.answers.on_comparison
             with running(recorder, tape._mode, symbolic=False) as reads:
@@ -163,20 +175,20 @@ class _Run:
                 bound = {name: keys.number(value) for name, value in live.reassigned_buffers().items()}
                 new = tuple(live.new_parameters())
                 end = (*map(keys.number, outputs), *bound.items(), *new)
-                self.reading.ended(end)
-                if self.reading.records:
+                reading.ended(end)
+                if reading.records:
                     recorder.tape = None
                     self.copied = rebound.copy_into_buffers(recorder, live, loss)
                     recorder.writer.set_output(outputs)
                 if live.hooked or any(map(reads_more_than_its_arguments, recorder.custom_functions)):
-                    self._run_backward(loss)
+                    self._run_backward(recorder, loss)
             self.reads_training = reads.seen
-        tape.performed = self.reading.performed
+        tape.performed = reading.performed
         return end
 
-    def _run_backward(self, loss: Tensor) -> None:
+    def _run_backward(self, recorder: Recorder, loss: Tensor) -> None:
         """Run the backward pass for the user's Python in it. What it computes with numbers is left to the search."""
-        live, recorder = self.tape._live, self.recorder
+        live = self.tape._live
         if self.tape.follows_backward and loss.requires_grad:
             try:
                 with recorder.paused(), Inner(self.backward):
@@ -201,6 +213,7 @@ class _Run:
 
     def graph(self) -> Graph:
         """Return the graph of a recorded run. Raises: TraceError if the stages could not run it."""
+        assert self.recorder is not None, "only a run that has ended has a graph"
         clean(self.recorder, self.tape._live, self.copied, self.tape.workload.num_samples(self.item))
         followed = Followed(self.recorder, self.tape._live, self.symbols, (), self.reads_training, None)
         return describe(followed, self.tape.workload.name)
@@ -209,15 +222,17 @@ class _Run:
         """Drop all references to results: a result that something else has is taken for one that Python keeps."""
         environment = self.tape._shape_env
         environment.around, environment.on_answer = tuple, None
-        for node in self.recorder.graph.nodes:
-            node.meta.clear()
-        self.recorder.writer.known.clear()
-        self.recorder.tape = None
-        self.reading.close()
+        if self.recorder is not None:
+            for node in self.recorder.graph.nodes:
+                node.meta.clear()
+            self.recorder.writer.known.clear()
+            self.recorder.tape = None
+        if self.reading is not None:
+            self.reading.close()
 
     def recorded(self) -> str:
         """Return the known call in whose place this run did something else, with its line."""
-        _, entry = self.reading.place()
+        entry = None if self.reading is None else self.reading.following()
         if entry is None:
             return ""
         return _text(entry.name, where_text(entry.nodes[0]) if entry.nodes else "")
@@ -226,23 +241,32 @@ class _Run:
 class _Outside:
     """What a run must leave as it is: random generators, and settings of the process."""
 
-    def __init__(self, first: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
         self.settings = dict(SETTINGS.all())
-        self._first = first
         self._states = _states()
 
-    def difference(self, *, first: bool) -> Difference | None:
-        """Return what the run has changed, or what was changed before it. ``first``: it is the first run."""
+    def moved(self) -> frozenset[str]:
+        """Return the settings that have changed since."""
         now = dict(SETTINGS.all())
-        for name, value in self.settings.items():
-            known = self._first.get(name, value)
-            if name in OF_RESULTS and value != known:
-                return Difference(f"{name} = {known!r}", f"{name} = {value!r}", remedy="set it once, in the model file")
-            if now[name] != value and (not first or name in OF_RESULTS):
+        return frozenset(name for name, value in self.settings.items() if now[name] != value)
+
+    def difference(self, first: Mapping[str, Any], moved: frozenset[str], before: frozenset[str]) -> Difference | None:
+        """Return what the run has changed, or what was changed before it.
+
+        ``first``: the settings before the first run. ``moved``: those that the run has changed; ``before``: those that
+        the run before has changed. A setting that does not decide how torch computes may change once, as when a module
+        is imported.
+        """
+        for name in OF_RESULTS:
+            if self.settings[name] != first[name]:
+                recorded, now = f"{name} = {first[name]!r}", f"{name} = {self.settings[name]!r}"
+                return Difference(recorded, now, remedy="set it once, in the model file")
+        for name in moved:
+            if name in OF_RESULTS or name in before:
                 changed = f"the forward or the loss changes the setting {name}"
                 return Difference("", changed, remedy="set it once, where the model is built")
-        for name, before, after in zip(("torch", "numpy.random", "random"), self._states, _states(), strict=True):
-            if before != after:
+        for name, state, after in zip(("torch", "numpy.random", "random"), self._states, _states(), strict=True):
+            if state != after:
                 return Difference("", f"the forward or the loss draws from the generator of {name}, or seeds it")
         return None
 

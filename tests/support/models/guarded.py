@@ -54,24 +54,10 @@ def in_child(function: Callable[..., Any], *args: Any, seconds: int = 120) -> An
         Path(name).unlink()
 
 
-def _captured(path: Path, *, search: bool) -> Any:
-    if not search:
-        api.refuse_changing_state = lambda *args: ()
-    return capture(load_workload(LoadOptions(str(path))), batch_size=6)
-
-
-def verdict(path: Path) -> str:
-    """Return what the search for Python state says: "" if it accepts the model."""
-    try:
-        _captured(path, search=True)
-    except AutopipeError as error:
-        return error.what
-    return ""
-
-
 def graph_of(path: Path) -> Any:
     """Return the graph of a model, whatever its Python state is."""
-    return _captured(path, search=False).graph
+    api.refuse_changing_state = lambda *args: ()
+    return capture(load_workload(LoadOptions(str(path))), batch_size=6).graph
 
 
 def microbatches(workload: Workload, steps: int, parts: int) -> Iterator[tuple[int, int, Any]]:
@@ -87,55 +73,64 @@ def microbatches(workload: Workload, steps: int, parts: int) -> Iterator[tuple[i
         epoch += 1
 
 
-def _gradients(model: nn.Module) -> dict[str, Any]:
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = None
-    return gradients
-
-
-def _same(left: Any, right: Any) -> bool:
-    if left is None or right is None:
-        return left is right or not bool((right if left is None else left).any())
-    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-5, atol=1e-7, equal_nan=True)
-
-
-def first_change(path: Path, steps: int, parts: int) -> tuple[int, int] | None:
-    """Return the first (minibatch, microbatch) for which the plain loop does not compute what the graph computes."""
-    captured = _captured(path, search=False)
-    graphs_model = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
-    workload = load_workload(LoadOptions(str(path)))
-    model = workload.build_model()
+def _trained(
+    workload: Workload, model: nn.Module, forward: Callable[[Any, int, int], torch.Tensor], steps: int, parts: int
+) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Train, and return (minibatch, microbatch, [loss, gradients]) of each microbatch."""
     optimizer = workload.optimizer([*model.named_parameters()]) or torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = workload.scheduler(optimizer)
-    now, kept = 0, {}
+    now, outcomes = 0, []
+    sums: dict[str, torch.Tensor] = {}
     for step, index, part in microbatches(workload, steps, parts):
         if step != now:
-            _step(workload, model, optimizer, scheduler, kept, now)
-            now, kept = step, {}
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, value in graphs_model.items():
-                if name not in state:
-                    return step, index
-                value.copy_(state[name])
-        leaves = {name: leaf.clone() for name, leaf in workload.leaves(part).items()}
-        loss = replay(captured.module, leaves, (0, step, index))[0]
+            _step(workload, model, optimizer, scheduler, sums, now)
+            now, sums = step, {}
+        loss = forward(part, step, index)
         if loss.requires_grad:
             loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        sums = {name: gradients[name] + sums[name] if name in sums else gradients[name] for name in gradients}
+        outcomes.append((step, index, [loss.detach(), *(g.clone() for _, g in sorted(gradients.items()))]))
+    return outcomes
+
+
+def plainly(path: Path, steps: int, parts: int) -> Any:
+    """Train the model itself."""
+    workload = load_workload(LoadOptions(str(path)))
+    model = workload.build_model()
+
+    def forward(part: Any, step: int, index: int) -> torch.Tensor:
         with draws.flat_checkpoints(), draws.Draws(0, step, index):
-            plain, _ = workload.loss(model, part)
-        plain.backward()
-        ours = _gradients(captured.module)
-        theirs = _gradients(model)
-        if not _same(loss.detach(), plain.detach()):
+            return workload.loss(model, part)[0]
+
+    return _trained(workload, model, forward, steps, parts)
+
+
+def by_graph(path: Path, steps: int, parts: int) -> Any:
+    """Train the captured graph."""
+    workload = load_workload(LoadOptions(str(path)))
+    model = workload.build_model()
+    api.refuse_changing_state = lambda *args: ()
+    module = capture(workload, batch_size=6, model=model).module
+
+    def forward(part: Any, step: int, index: int) -> torch.Tensor:
+        leaves = {name: leaf.clone() for name, leaf in workload.leaves(part).items()}
+        return replay(module, leaves, (0, step, index))[0]
+
+    return _trained(workload, model, forward, steps, parts)
+
+
+def first_change(left: Any, right: Any) -> tuple[int, int] | None:
+    """Return the first (minibatch, microbatch) for which two trainings compute something else."""
+    for (step, index, ours), (_, _, theirs) in zip(left, right, strict=False):
+        if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
             return step, index
-        if any(not _same(ours.get(name), theirs.get(name)) for name in ours.keys() | theirs.keys()):
-            return step, index
-        for name, gradient in theirs.items():
-            if gradient is not None:
-                kept[name] = kept[name] + gradient if name in kept else gradient
     return None
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _step(workload: Workload, model: nn.Module, optimizer: Any, scheduler: Any, gradients: Any, step: int) -> None:
@@ -179,8 +174,8 @@ def first_difference(path: Path, graph: Any, steps: int, parts: int) -> tuple[tu
     return None, "", sorted(times)[len(times) // 2]
 
 
-def row(text: str, steps: int, parts: int, *, search: bool) -> dict[str, Any]:
-    """Return the verdicts on a model file. ``search``: also that of the search for Python state."""
+def row(text: str, steps: int, parts: int, *, plain: bool = True) -> dict[str, Any]:
+    """Return where a model file changes in plain training, and where the tape reports it. ``plain``: train it, too."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(index) / "model.py" for index in range(4)]
         for path in paths:
@@ -189,7 +184,10 @@ def row(text: str, steps: int, parts: int, *, search: bool) -> dict[str, Any]:
         kind, graph = in_child(graph_of, paths[0])
         if kind != "ok":
             return {"capture": f"{kind}: {graph}"}
-        plain = in_child(first_change, paths[1], steps, parts)
-        guard = in_child(first_difference, paths[2], graph, steps, parts)
-        old = in_child(verdict, paths[3]) if search else ("ok", "")
-    return {"plain": plain, "guard": guard, "old": old}
+        guard = in_child(first_difference, paths[1], graph, steps, parts)
+        both = [in_child(run, paths[2 + i], steps, parts) for i, run in enumerate((plainly, by_graph))] if plain else []
+    outcome = {"guard": list(guard[1]) if guard[0] == "ok" else str(guard)}
+    failed = next((str(one) for one in both if one[0] != "ok"), None)
+    if failed is not None:
+        return {**outcome, "plain": failed}
+    return {**outcome, "plain": first_change(both[0][1], both[1][1])} if both else outcome

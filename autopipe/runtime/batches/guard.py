@@ -1,0 +1,90 @@
+"""``Guard``: rank 0 runs the user's Python for each microbatch that it reads, and stops the run if it differs.
+
+The stages run what was recorded. What the forward and the loss do for this microbatch is known only by running them: on
+fake tensors, without weights, in the order of plain training (``trace.tape``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.draws import exclusive
+from autopipe.errors import RunError, TraceError
+from autopipe.ir.graph import Graph
+from autopipe.runtime.events import Reporter
+from autopipe.trace.tape import Difference, Tape, why_unknown
+from autopipe.workload import Workload
+
+
+@dataclass(slots=True)
+class Guard:
+    """The user's model of rank 0, beside the stages."""
+
+    workload: Workload
+    reporter: Reporter
+    # None: what the model does cannot be compared
+    tape: Tape | None = None
+    # of the minibatch that is read
+    step: int = 0
+    _noted: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(workload: Workload, reporter: Reporter) -> Guard:
+        """Build the model without memory for its parameters. Data that refers to the model refers to this one."""
+        with exclusive(), torch.random.fork_rng(devices=()):  # data may draw from the generator
+            return Guard(workload, reporter, Tape(workload, _built(workload)))
+
+    def follow(self, part: Any, index: int, graph: Graph, sizes: Mapping[str, int]) -> None:
+        """Run model and loss for a microbatch, and compare with the graph that the stages run.
+
+        ``index``: of the microbatch. ``sizes``: of the symbols of the graph.
+
+        Raises: RunError if the calls differ.
+        """
+        why = why_unknown(graph)
+        if self.tape is None or why:
+            self._note(why)
+            return
+        difference = self._run(self.tape, part, graph, sizes)
+        if difference is not None:
+            raise RunError(_text(difference, self.step, index), where=difference.where, remedy=difference.remedy)
+
+    def replay(self, item: Any, num_microbatches: int) -> None:
+        """Run model and loss for a minibatch that was trained before, so that their Python state is that of now."""
+        for part in () if self.tape is None else self.workload.split(item, num_microbatches):
+            if self.tape is not None:
+                self._run(self.tape, part, None, {})
+
+    def _run(self, tape: Tape, part: Any, graph: Graph | None, sizes: Mapping[str, int]) -> Difference | None:
+        try:
+            with exclusive():
+                return tape.run(part, graph, sizes)
+        except TraceError as error:  # of the first run: nothing is known of what the model does
+            self.tape = None
+            self._note(error.what)
+            return None
+
+    def _note(self, why: str) -> None:
+        if why and why not in self._noted:
+            self._noted.add(why)
+            text = f"the Python of forward and loss is not compared with the stage code while training: {why}"
+            self.reporter.event("note", text=text)
+
+
+def _built(workload: Workload) -> nn.Module:
+    try:
+        return workload.build_model(empty=True)
+    except Exception:  # the model reads its parameters while it is built
+        return workload.build_model().to(torch.device("meta"))
+
+
+def _text(difference: Difference, step: int, index: int) -> str:
+    what = f"minibatch {step + 1}, microbatch {index + 1}: the forward or the loss does not do what was recorded: "
+    if difference.recorded:
+        return f"{what}recorded was {difference.recorded}, and now it is {difference.now}"
+    return f"{what}{difference.now}"

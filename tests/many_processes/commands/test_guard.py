@@ -1,0 +1,114 @@
+"""Rank 0 compares the Python of the model with the stage code for every microbatch, and stops a run that differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.commands import Commands
+from support.oracle import train as plain
+from support.pipelines import minibatches
+
+from autopipe.workload import LoadOptions, load_workload
+
+MODEL = """
+import os
+import pathlib
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+FACTOR = pathlib.Path(__file__).with_name("factor")
+
+def write(text):  # at once, because several processes may
+    new = FACTOR.with_name(f"{{os.getpid()}}.new")
+    new.write_text(text)
+    new.replace(FACTOR)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = torch.relu(self.a(x))
+        x = x * {factor}
+        return self.c(torch.relu(self.b(x)))
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return F.cross_entropy(output, target)
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(5)
+    for step in range(40):
+        {change}
+        yield torch.randn(batch_size, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+"""
+WORDS = ("train", "model.py", "--device", "cpu", "--gpus", "2", "--batch-size", "8", "--microbatch-sizes", "2",
+         "--num-microbatches", "4", "--replicas", "never")  # fmt: skip
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    commands = Commands(tmp_path)
+    yield commands
+    commands.end()
+
+
+def write(folder: Path, factor: str, change: str = "pass") -> None:
+    (folder / "factor").write_text("0.5")
+    (folder / "model.py").write_text(MODEL.format(factor=factor, change=change))
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+READS = "float(FACTOR.read_text())"
+CHANGES = 'write("0.25" if step >= 9 else "0.5")'
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("reader", ["one", "each"])
+def test_a_file_that_changes_stops_the_run_at_its_microbatch(schedule: str, reader: str, commands: Commands) -> None:
+    write(commands.folder, READS, CHANGES)
+    if (schedule, reader) == ("2bw", "each"):
+        pytest.skip("each rank reads a group of minibatches before the first of them runs")
+    words = (*WORDS, "--steps", "20", "--run-dir", "run", "--schedule", schedule, "--data-reader", reader)
+    outcome = commands.outcome(*words)
+    assert outcome.returncode == 3
+    error = outcome.stderr[outcome.stderr.index("Error:") :]
+    assert "minibatch 10, microbatch 1: the forward or the loss does not do what was recorded" in error
+    assert "recorded was operator.mul" in error
+    assert "0.5) at model.py:24" in error
+    assert "0.25) at model.py:24" in error
+    assert "at:  rank 0; model.py:24" in error
+    assert "try:" in error
+    assert "Traceback" not in outcome.stderr
+    if schedule == "1f1b":
+        assert len(losses(commands.folder)) == 9
+    left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(commands.folder)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert [(p.cmdline(), p.ppid()) for p in alive] == []
+
+
+def test_a_run_whose_python_does_not_change_is_that_of_the_plain_loop(commands: Commands) -> None:
+    write(commands.folder, READS)
+    commands.run(*WORDS, "--steps", "6", "--run-dir", "run", "--schedule", "1f1b")
+    path = commands.folder / "model.py"
+    torch.set_num_threads(1)
+    expected, _, _ = plain(path, minibatches(load_workload(LoadOptions(str(path))), 6, 8), 4)
+    assert losses(commands.folder) == pytest.approx([float(value) for value in expected], abs=0.0)
