@@ -37,6 +37,7 @@ from autopipe.trace.tape.keys import Contents, Keys
 from autopipe.trace.tape.live import LiveModel
 from autopipe.trace.tape.programs import CONSTANT, first_difference
 from autopipe.trace.tape.reading import Reading
+from autopipe.trace.tape.results import OWN, forms_of, is_held
 from autopipe.workload import Item, Workload
 
 logger = logging.getLogger(__name__)
@@ -202,14 +203,18 @@ class _Run:
                     fake.grad = None
 
     def _inputs(self, recorder: Recorder, keys: Keys) -> Iterator[tuple[str, Tensor]]:
-        for name, leaf in self.leaves.items():
-            with recorder.paused():
-                fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_CPU, requires_grad=leaf.requires_grad
-                )
-            recorder.writer.add_input(name, fake)
-            keys.add([fake])
-            yield name, fake
+        root = self.root
+        with recorder.paused():
+            if not root.results or is_held(root.results, OWN) or forms_of(root.results) != root.form:
+                root.results = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU, requires_grad=t.requires_grad)
+                    for t in self.leaves.values()
+                ]
+                root.form = forms_of(root.results)
+            keys.add(root.results)
+        for index, name in enumerate(self.leaves):
+            recorder.writer.add_input(name, root.results[index])
+            yield name, root.results[index]
 
     def graph(self) -> Graph:
         """Return the graph of a recorded run. Raises: TraceError if the stages could not run it."""
