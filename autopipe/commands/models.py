@@ -52,12 +52,15 @@ def load_model(
     *,
     verify: bool,
     stored: Profile | None = None,
+    state: bool = True,
     minibatch: Minibatch | None = None,
+    may_count: bool = False,
 ) -> Model:
     """Load and capture the model.
 
-    ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``minibatch``: the
-    batch size and the number of microbatches, if known.
+    ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
+    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``may_count``: refuse a model
+    that fits only without being verified; else it is not verified, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
@@ -67,14 +70,13 @@ def load_model(
     if minibatch is not None:
         workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
+    kind = device_kind(settings, work)
     with _threads_of_ranks(settings, stored):
         built = (
             workload.build_model(empty=True)
             if settings.estimate
-            else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
+            else build_within_memory(workload, verify=verify and may_count, remedy=_TOO_LARGE)
         )
-
-    kind = device_kind(settings, work)
 
     def captured_now() -> Capture:
         return capture(
@@ -83,6 +85,7 @@ def load_model(
             allow_data_dependent=settings.allow_data_dependent,
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
+            state=state,
         )
 
     try:
