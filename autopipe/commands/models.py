@@ -70,13 +70,14 @@ def load_model(
     if minibatch is not None:
         workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    kind = device_kind(settings, work)
     with _threads_of_ranks(settings, stored):
         built = (
             workload.build_model(empty=True)
             if settings.estimate
             else build_within_memory(workload, verify=verify and may_count, remedy=_TOO_LARGE)
         )
+
+    kind = device_kind(settings, work)
 
     def captured_now() -> Capture:
         return capture(

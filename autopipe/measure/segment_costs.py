@@ -48,6 +48,7 @@ class SegmentCosts:
         self.keepers: dict[str, str] = {}  # value -> the node that is the first to keep it for its backward
         self._subject = subject
         self._facts = facts
+        self._is_slow = sum(map(sum, facts.seconds.values())) > SLOW_SECONDS
         self._num_windows = 0
 
     def window(self, progress: Progress) -> None:
@@ -100,8 +101,7 @@ class SegmentCosts:
         piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
         expected = sum(sum(self._facts.seconds[node.name]) for node in segment.nodes)
         once = functools.partial(timed_pass, clock, piece, values, private=segment.mutates)
-        is_slow = sum(map(sum, self._facts.seconds.values())) > SLOW_SECONDS
-        if is_slow:
+        if self._is_slow:
             return repeat(once, 0.0, fewest=2, expected_seconds=expected)
         return repeat(once, BUDGET_SECONDS, expected_seconds=expected)
 

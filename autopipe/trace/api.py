@@ -125,11 +125,11 @@ def _capture(
         return _with_divisor(workload, capture, *items)
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
-    lack = lack_of_memory_to_verify(model) if verify and not on_meta else ""
-    if not verify or on_meta or lack:
-        note = (f"the captured model is not compared with the original: {lack}",) if lack else ()
-        note = ("not verified: the model is on the meta device",) if on_meta else note
-        return dataclasses.replace(bounded(captured, lengths, 0), notes=captured.notes + note)
+    notes = ["not verified: the model is on the meta device"] if on_meta else []
+    if verify and not on_meta and (lack := lack_of_memory_to_verify(model)):
+        notes = [f"the captured model is not compared with the original: {lack}"]
+    if not verify or notes:
+        return dataclasses.replace(bounded(captured, lengths, 0), notes=(*captured.notes, *notes))
     proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None)
     if others and captured.graph.lengths:
         try:
