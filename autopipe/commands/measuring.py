@@ -202,7 +202,8 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
         graph = dataclasses.replace(profile.graph, axes=model_axes.axes, whole=tuple(model_axes.whole.items()))
         profile = dataclasses.replace(profile, graph=graph)
     # so that a plan can be made later without the model file
-    profile = dataclasses.replace(profile, batch_size=own_size, coupling=model.capture.coupling)
+    verified = model.capture.exact is not None
+    profile = dataclasses.replace(profile, batch_size=own_size, coupling=model.capture.coupling, verified=verified)
     artifact.save(profile, work.store.profile)
     return profile
 
@@ -247,7 +248,10 @@ def ensure_profile(
         if not reason:
             if accept is not None:
                 accept(model.capture.graph)
-            work.notes.append(f"profile of {stored.graph.name} reused")
+            unverified = (
+                "" if stored.verified or settings.estimate else ", whose capture was not compared with the model"
+            )
+            work.notes.append(f"profile of {stored.graph.name} reused{unverified}")
             if stored.graph.symbols:  # the capture was not verified again, which gives this warning
                 notes = (*model.capture.notes, *statistics_notes(stored.graph))
                 model = dataclasses.replace(model, capture=dataclasses.replace(model.capture, notes=notes))
@@ -260,7 +264,7 @@ def ensure_profile(
     def measure_now(how: ProfileSettings) -> tuple[Model, Profile]:
         if measured_apart(how):
             return _loaded_after(measure_anew(how, work, sizes, accept, minibatch), how, work, minibatch)
-        model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch)
+        model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch, may_count=may_count)
         if accept is not None:
             accept(model.capture.graph)
         return model, measure_model(model, how, work, sizes)
@@ -279,7 +283,7 @@ def _loaded_after(
     Raises: RunError if it is another model in this process.
     """
     profile = measured.profile
-    model = load_model(settings, work, verify=False, stored=profile, minibatch=minibatch)
+    model = load_model(settings, work, verify=False, stored=profile, state=False, minibatch=minibatch)
     if model.capture.graph.digest != profile.graph.digest:
         raise RunError(
             f"the model differs from process to process: {profile.graph.digest} where it was measured, and "

@@ -52,12 +52,15 @@ def load_model(
     *,
     verify: bool,
     stored: Profile | None = None,
+    state: bool = True,
     minibatch: Minibatch | None = None,
+    may_count: bool = False,
 ) -> Model:
     """Load and capture the model.
 
-    ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``minibatch``: the
-    batch size and the number of microbatches, if known.
+    ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
+    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``may_count``: refuse a model
+    that fits only without being verified; else it is not verified, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
@@ -71,7 +74,7 @@ def load_model(
         built = (
             workload.build_model(empty=True)
             if settings.estimate
-            else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
+            else build_within_memory(workload, verify=verify and may_count, remedy=_TOO_LARGE)
         )
 
     kind = device_kind(settings, work)
@@ -83,6 +86,7 @@ def load_model(
             allow_data_dependent=settings.allow_data_dependent,
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
+            state=state,
         )
 
     try:

@@ -175,6 +175,8 @@ class Profile:
     batch_size: int = 0  # samples of a minibatch of the user's data; 0: not known
     # by how much microbatches change the gradient
     coupling: Coupling = field(default=Coupling(), metadata=OMIT_DEFAULT)
+    # whether the captured graph was compared with the model
+    verified: bool = field(default=True, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         names = {node.name for node in self.graph.nodes}

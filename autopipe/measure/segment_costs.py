@@ -22,6 +22,7 @@ from autopipe.measure.subject import Progress, Segment, Subject
 from autopipe.measure.walk import NodeTimer, SavedBytes, Values, call, explained, region, timed_pass, writable
 
 BUDGET_SECONDS = 0.08  # for the repetitions of one segment, in one window
+SLOW_SECONDS = 1.0  # of a model, whose segments are repeated no more often than needed
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class SegmentCosts:
         self.keepers: dict[str, str] = {}  # value -> the node that is the first to keep it for its backward
         self._subject = subject
         self._facts = facts
+        self._is_slow = sum(map(sum, facts.seconds.values())) > SLOW_SECONDS
         self._num_windows = 0
 
     def window(self, progress: Progress) -> None:
@@ -99,6 +101,8 @@ class SegmentCosts:
         piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
         expected = sum(sum(self._facts.seconds[node.name]) for node in segment.nodes)
         once = functools.partial(timed_pass, clock, piece, values, private=segment.mutates)
+        if self._is_slow:
+            return repeat(once, 0.0, fewest=2, expected_seconds=expected)
         return repeat(once, BUDGET_SECONDS, expected_seconds=expected)
 
     def _advance(

@@ -29,6 +29,7 @@ from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
+from autopipe.workload.model.size_limits import lack_of_memory_to_verify
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def capture(
     lengths: bool = True,
     training: bool = True,
     others: Sequence[Item] | None = None,
+    state: bool = True,
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
@@ -50,20 +52,25 @@ def capture(
     that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
     ``training``: False captures the model in evaluation mode. ``others``: for a further recording of a model, batches
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
-    supports it. Memory: weights are not copied; ``verify`` keeps two gradients per parameter.
+    supports it. ``state``: search for Python state that the forward changes and reads. Memory: ``verify`` keeps moved
+    weights and two gradients per parameter; if these do not fit, the capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
     the loss of a training has no gradient.
     """
     model = workload.build_model() if model is None else model
     if training:
-        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=True)
+        captured = _capture(
+            workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=True
+        )
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     trained = workload.spec.opaque_modules
     with left_as_it_was(model):
         model.eval()
         try:
-            return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths, others, training=False)
+            return _capture(
+                workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=False
+            )
         finally:
             workload.run_opaque(trained)
 
@@ -76,6 +83,7 @@ def _capture(
     verify: bool,
     free: bool,
     others: Sequence[Item] | None,
+    state: bool,
     *,
     training: bool,
 ) -> Capture:
@@ -105,7 +113,9 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        of_state = refuse_changing_state(workload, model, item, ran, settings) if trains(model) and not on_meta else ()
+        of_state: tuple[str, ...] = ()
+        if state and trains(model) and not on_meta:
+            of_state = refuse_changing_state(workload, model, item, ran, settings)
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
@@ -115,9 +125,11 @@ def _capture(
         return _with_divisor(workload, capture, *items)
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
-    if not verify or on_meta:
-        note = ("not verified: the model is on the meta device",) if on_meta else ()
-        return dataclasses.replace(bounded(captured, lengths, 0), notes=captured.notes + note)
+    notes = ["not verified: the model is on the meta device"] if on_meta else []
+    if verify and not on_meta and (lack := lack_of_memory_to_verify(model)):
+        notes = [f"the captured model is not compared with the original: {lack}"]
+    if not verify or notes:
+        return dataclasses.replace(bounded(captured, lengths, 0), notes=(*captured.notes, *notes))
     proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None)
     if others and captured.graph.lengths:
         try:

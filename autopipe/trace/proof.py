@@ -48,21 +48,19 @@ class Proof:
         """
         workload = self.workload
         if self.in_parts:
-            batch = other_batch(workload, self.items[0], _IN_PARTS)
-            agreeing = (
-                part
-                for part in shorter_parts(lengths)
-                if self._agrees(captured, shortened(workload, batch, lengths, part))
-            )
-            shortest = next(agreeing, None)
-            if shortest is not None:
-                complete = other_batch(workload, self.items[0], _FEWEST_IN_PARTS)
-                if self._agrees(captured, complete, gradients=_cuts_gradients(captured)):
-                    return self._with_exactness(bounded(captured, lengths, shortest))
+            batch, complete = (other_batch(workload, self.items[0], count) for count in (_IN_PARTS, _FEWEST_IN_PARTS))
+            for part in shorter_parts(lengths):
+                short = shortened(workload, batch, lengths, part)
+                batches = [(short, True), (complete, _cuts_gradients(captured))]
+                agreeing = two_runs.num_agreeing(workload, self.model, captured, batches)
+                if agreeing == len(batches):
+                    return self._with_exactness(bounded(captured, lengths, part))
+                if agreeing:
+                    break
         for part in shorter_parts(lengths):
-            short = [shortened(workload, self.items[0], lengths, part)]
+            item = shortened(workload, self.items[0], lengths, part)
             try:
-                verify(workload, self.model, captured.module, captured.graph, short)
+                verify(workload, self.model, captured.module, captured.graph, [item])
             except TraceError as why:
                 logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
             else:
@@ -71,8 +69,10 @@ class Proof:
 
     def of(self, captured: Capture) -> Capture:
         """Prove a capture. Raises: TraceError with the first value that differs."""
-        if self.in_parts and self._agrees(captured, other_batch(self.workload, self.items[0], _IN_PARTS)):
-            return self._with_exactness(captured)
+        if self.in_parts:
+            batch = other_batch(self.workload, self.items[0], _IN_PARTS)
+            if two_runs.num_agreeing(self.workload, self.model, captured, [(batch, True)]):
+                return self._with_exactness(captured)
         return self._by_batches(captured)
 
     def _by_batches(self, captured: Capture) -> Capture:
@@ -86,9 +86,6 @@ class Proof:
             notes += statistics_notes(graph)
             coupling = coupling_of(workload, model, self.items[0], graph, captured.divisor)
         return dataclasses.replace(_with_result(captured, exact, notes), coupling=coupling)
-
-    def _agrees(self, captured: Capture, batch: Item, *, gradients: bool = True) -> bool:
-        return two_runs.agree(self.workload, self.model, captured, batch, gradients=gradients)
 
     def _with_exactness(self, captured: Capture) -> Capture:
         """Add whether the bits are those of the model where nothing compiles."""

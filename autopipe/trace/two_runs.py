@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.loss.coupling import shares_of
 from autopipe.trace.loss.steady import precision_of, steady
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 from autopipe.trace.verify import compare, largest_of, run_once
 from autopipe.workload import Item, Workload
@@ -107,56 +108,67 @@ class _PartDraws(Draws):  # type: ignore[no-untyped-call]  # as above
         return whole
 
 
-def agree(workload: Workload, model: nn.Module, capture: Capture, item: Item, *, gradients: bool = True) -> bool:
-    """Return whether the loss and the gradients of a batch are those of the graph on its parts. The model is restored.
+def num_agreeing(workload: Workload, model: nn.Module, capture: Capture, batches: Sequence[tuple[Item, bool]]) -> int:
+    """Return for how many batches, up to the first other one, the graph on the parts is the model on the batch.
 
-    False where the comparison does not apply, too: other runs then tell why. ``gradients``: False compares the loss
-    only, without a backward. Memory: two gradients per parameter, and the weights twice.
+    ``batches``: each with whether its gradients are compared, and not only its loss. The model is restored. Batches to
+    which the comparison does not apply do not agree: other runs then tell why. Memory: two gradients per parameter, and
+    the weights twice.
     """
+    number = 0
     if not _applies(workload, model, capture):
-        return False
-    where, total = (workload.spec.seed + 1, 0, 0), workload.num_samples(item)
+        return number
     try:
-        parts = workload.split(item, 2)
-        shares = shares_of(workload, capture.divisor, item, parts)
-        if len(parts) < 2 or shares.disagreement:
-            return False
-        draws: list[_Draw] = []
-
-        def model_on_batch(batch: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
-            with flat_checkpoints(), _WholeDraws(where, draws):
-                loss, weight = workload.loss(model, batch)
-            return loss, weight, len(draws)
-
-        def graph_on_parts(_: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
-            start, losses, weights = 0, list[Tensor](), list[Tensor]()
-            for part, factor in zip(parts, shares.factors, strict=True):
-                drawing = functools.partial(_drawing, draws, start, total)
-                loss, *weight = replay(capture.module, workload.leaves(copied_item(part)), where, drawing)
-                weights += [own.detach() for own in weight]
-                losses.append(loss * (weights[-1] if weight else factor))
-                start += workload.num_samples(part)
-            whole_loss = torch.stack(losses).sum()
-            if not weights:
-                return whole_loss, None, len(draws)
-            whole_weight = torch.stack(weights).sum()
-            return whole_loss / whole_weight, whole_weight, len(draws)
-
-        with steady(workload, model, item), torch.set_grad_enabled(gradients):
-            wanted = run_once(model, model_on_batch, item, where, "the model failed on a batch")
-            actual = run_once(model, graph_on_parts, item, where, "the graph failed on its parts")
-            buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-            for name, value in wanted.values.items():
-                other = actual.values[name]
-                if name in buffers:  # the graph writes to no buffer, and neither may the model
-                    if not all(after is not None and torch.equal(after, buffers[name]) for after in (value, other)):
-                        return False
-                elif value is not None and not math.isfinite(largest_of(value)):
-                    return False  # NaN equals NaN
-                compare(name, value, other, f"batch of {total} and its parts", "")
+        with steady(workload, model, batches[0][0]):
+            for item, gradients in batches:
+                if not _agrees(workload, model, capture, item, gradients=gradients):
+                    break
+                number += 1
     except Exception as error:
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
+    return number
+
+
+def _agrees(workload: Workload, model: nn.Module, capture: Capture, item: Item, *, gradients: bool) -> bool:
+    """Compare one batch. Raises: any error if it cannot be compared, or its values differ."""
+    where, total = (workload.spec.seed + 1, 0, 0), workload.num_samples(item)
+    parts = workload.split(item, 2)
+    shares = shares_of(workload, capture.divisor, item, parts)
+    if len(parts) < 2 or shares.disagreement:
         return False
+    draws: list[_Draw] = []
+
+    def model_on_batch(batch: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+        with flat_checkpoints(), _WholeDraws(where, draws):
+            loss, weight = workload.loss(model, batch)
+        return loss, weight, len(draws)
+
+    def graph_on_parts(_: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+        start, losses, weights = 0, list[Tensor](), list[Tensor]()
+        for part, factor in zip(parts, shares.factors, strict=True):
+            drawing = functools.partial(_drawing, draws, start, total)
+            loss, *weight = replay(capture.module, workload.leaves(copied_item(part)), where, drawing)
+            weights += [own.detach() for own in weight]
+            losses.append(loss * (weights[-1] if weight else factor))
+            start += workload.num_samples(part)
+        whole_loss = torch.stack(losses).sum()
+        if not weights:
+            return whole_loss, None, len(draws)
+        whole_weight = torch.stack(weights).sum()
+        return whole_loss / whole_weight, whole_weight, len(draws)
+
+    with left_as_it_was(model), torch.set_grad_enabled(gradients):
+        wanted = run_once(model, model_on_batch, item, where, "the model failed on a batch")
+        actual = run_once(model, graph_on_parts, item, where, "the graph failed on its parts")
+        buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        for name, value in wanted.values.items():
+            other = actual.values[name]
+            if name in buffers:  # the graph writes to no buffer, and neither may the model
+                if not all(after is not None and torch.equal(after, buffers[name]) for after in (value, other)):
+                    return False
+            elif value is not None and not math.isfinite(largest_of(value)):
+                return False  # NaN equals NaN
+            compare(name, value, other, f"batch of {total} and its parts", "")
     # every draw has a position of its own, in order
     positions = [
         position

@@ -105,8 +105,14 @@ def _move(model: nn.Module) -> None:
         now = parameter.data
         wide = torch.complex128 if now.is_complex() else torch.float64  # where squares do not overflow
         size = float(torch.linalg.vector_norm(now, dtype=wide)) / math.sqrt(now.numel()) if now.numel() else 0.0
-        noise = pattern.to(now.device, now.dtype).repeat(now.numel() // _PATTERN + 1)[: now.numel()].view(now.shape)
-        parameter.data = now + noise * (_AWAY * size if size else _SMALL)
+        noise = pattern.to(now.device, now.dtype) * (_AWAY * size if size else _SMALL)
+        parameter.data = moved = now.clone()
+        if moved.is_contiguous():
+            flat, whole = moved.view(-1), now.numel() // _PATTERN * _PATTERN
+            flat[:whole].view(-1, _PATTERN).add_(noise)
+            flat[whole:].add_(noise[: now.numel() - whole])
+        else:
+            moved.add_(noise.repeat(now.numel() // _PATTERN + 1)[: now.numel()].view(now.shape))
 
 
 def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:

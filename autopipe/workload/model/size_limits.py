@@ -19,10 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.errors import AutopipeError, ModelFileError
-from autopipe.units import in_gib
+from autopipe.units import in_bytes, in_gib
 from autopipe.workload.workload import Workload
 
 FIRST_BYTES = 1 << 30
+_TO_VERIFY = 3  # moved weights, and the gradients of the model and of its graph
 
 
 class TooLargeError(ModelFileError):
@@ -34,17 +35,16 @@ class _TooManyBytes(BaseException):
 
 
 def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.Module:
-    """Build the model. ``verify``: it will be verified, which needs two gradients of each parameter.
+    """Build the model. ``verify``: it will be verified, which needs moved weights and two gradients of each parameter.
 
     Raises: TooLargeError with the size of the model and the available memory, ModelFileError if it cannot be built
-    without memory, both before more than a small part of it is
-    allocated; any exception of the user's code.
+    without memory, both before more than a small part of it is allocated; any exception of the user's code.
     """
     available = available_bytes()
     value = workload.builder.value
     if isinstance(value, nn.Module) and _Size(value).needed(verify=verify) > available:
         raise _refused(workload.name, _Size(value), available, verify=verify, remedy=remedy)
-    copies = 3 if verify else 1
+    copies = 1 + (_TO_VERIFY if verify else 0)
     with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // copies)):
         return workload.build_model()
     size = _size_of(workload)
@@ -95,7 +95,15 @@ class _Size:
 
     def needed(self, *, verify: bool) -> int:
         """Return a lower bound of the bytes that a profile of the model needs."""
-        return self.bytes + (2 * self.trained if verify else 0)
+        return self.bytes + (_TO_VERIFY * self.trained if verify else 0)
+
+
+def lack_of_memory_to_verify(model: nn.Module) -> str:
+    """Return why a model that is built cannot be verified in the memory that is available, or ""."""
+    needed, available = _TO_VERIFY * _Size(model).trained, available_bytes()
+    if needed <= available:
+        return ""
+    return f"that needs {in_bytes(needed)} of memory, and {in_bytes(available)} are available"
 
 
 def _size_of(workload: Workload) -> _Size | None:
@@ -110,14 +118,12 @@ def _size_of(workload: Workload) -> _Size | None:
 def _refused(name: str, size: _Size | None, available: int, *, verify: bool, remedy: str) -> ModelFileError:
     free = f"{in_gib(available)} of memory are available"
     if size is None:
-        limit = available // (3 if verify else 1)
+        limit = available // (1 + (_TO_VERIFY if verify else 0))
         what = f"its parameters take more than {in_gib(limit)}, and {free}"
     else:
         weights = f"{size.parameters / 1e9:.2f}e9 parameters, {in_gib(size.bytes)}"
-        gradients = f" and {in_gib(2 * size.trained)} of gradients to verify it" if verify else ""
-        what = f"{weights}{gradients}, and {free}"
-        if verify and size.needed(verify=False) <= available:
-            remedy = f"--no-verify needs no gradients; or {remedy}"
+        more = f" and {in_gib(_TO_VERIFY * size.trained)} to verify it" if verify else ""
+        what = f"{weights}{more}, and {free}"
     error = ModelFileError if size is None else TooLargeError
     return error(f"{name} does not fit this machine: {what}", remedy=remedy)
 

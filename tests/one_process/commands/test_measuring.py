@@ -56,6 +56,16 @@ def test_a_warning_about_batch_statistics_is_repeated_with_a_reused_profile(tmp_
         assert [note for note in captured.notes if note.startswith("batch statistics (module 1) are taken over")]
 
 
+def test_a_reused_profile_says_that_its_capture_was_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(NORMALISED.replace("nn.BatchNorm1d(4)", "nn.ReLU()"))
+    model = ModelSettings(str(tmp_path / "plain.py"))
+    for verify in (False, True):
+        settings = ProfileSettings(model, tmp_path, device="cpu", microbatch_sizes=(2,), verify=verify)
+        work = Work.begin(tmp_path, None)
+        measuring.ensure_profile(settings, work)
+    assert any("reused, whose capture was not compared with the model" in note for note in work.notes)
+
+
 def test_a_large_minibatch_is_measured_in_larger_microbatches(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(NORMALISED.replace("nn.BatchNorm1d(4)", "nn.ReLU()"))
     settings = ProfileSettings(ModelSettings(str(tmp_path / "plain.py")), tmp_path, estimate=True)

@@ -108,7 +108,7 @@ def data(batch_size=8):
 def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(textwrap.dedent(NET))
-    monkeypatch.setattr("autopipe.workload.model.size_limits.available_bytes", lambda: 200_000)
+    monkeypatch.setattr("autopipe.workload.model.size_limits.available_bytes", lambda: 60_000)
 
     def run(*words, code=0):
         done = CliRunner().invoke(autopipe, words)

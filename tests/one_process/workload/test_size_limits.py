@@ -55,15 +55,15 @@ def built(workload):
     return workload.builder.value.__globals__["BUILT"]
 
 
-@pytest.mark.parametrize(("verify", "needed"), [(True, 12 * KIB), (False, 4 * KIB)])
+@pytest.mark.parametrize(("verify", "needed"), [(True, 16 * KIB), (False, 4 * KIB)])
 def test_a_model_is_refused_only_if_it_exceeds_the_memory(loaded, verify, needed):
     workload = loaded(available=needed - 1)
     with pytest.raises(ModelFileError, match=r"net\.py:build_model does not fit this machine") as caught:
         build_within_memory(workload, verify=verify, remedy="another way")
     assert built(workload) == [KIB], "only what is tried first was made"
     assert "0.00e9 parameters" in caught.value.what
-    assert ("of gradients to verify it" in caught.value.what) == verify
-    assert caught.value.remedy == ("--no-verify needs no gradients; or another way" if verify else "another way")
+    assert ("to verify it" in caught.value.what) == verify
+    assert caught.value.remedy == "another way"
 
     workload = loaded(available=needed)
     model = build_within_memory(workload, verify=verify, remedy="")
@@ -85,12 +85,12 @@ def test_parameters_replaced_during_the_build_are_counted_once(loaded):
 
 
 def test_a_build_that_reads_its_weights_is_stopped_at_the_limit(loaded):
-    workload = loaded("self.layers[-1].weight.sum().item()", available=9 * KIB)
+    workload = loaded("self.layers[-1].weight.sum().item()", available=12 * KIB)
     with pytest.raises(ModelFileError, match="its parameters take more than") as caught:
         build_within_memory(workload, verify=True, remedy="another way")
     assert caught.value.remedy == "another way"
     assert len(built(workload)) == 1 + 3
-    workload = loaded("self.layers[-1].weight.sum().item()", available=12 * KIB)
+    workload = loaded("self.layers[-1].weight.sum().item()", available=16 * KIB)
     assert len(list(build_within_memory(workload, verify=True, remedy="").parameters())) == 4
 
 
@@ -100,7 +100,7 @@ def test_a_model_built_at_import_is_refused(loaded, tmp_path):
         torch.nn.Linear(2**20, 2**20, device="meta")  # allocates nothing
         torch.nn.Parameter(torch.empty(0))
         torch.nn.Module().register_parameter("huge", torch.nn.Parameter(torch.empty(1).expand(2**50)))
-    workload = loaded(end="\nmodel = Net()\n", available=11 * KIB)
+    workload = loaded(end="\nmodel = Net()\n", available=15 * KIB)
     with pytest.raises(ModelFileError, match="does not fit this machine"):
         build_within_memory(workload, verify=True, remedy="")
 
