@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 ORDER, STRIDES = "order", "strides"  # of two, the larger text is the stricter one
 """What a forward reads of the memory layout of its inputs: whether they are contiguous, or the strides themselves."""
+
+_CONTAINER, _TENSOR = re.compile(r"TreeSpec\(([\w.]+)"), re.compile(r"tensor \w+, ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,18 @@ class BatchForm:
         return any(
             path == own and _type_of(text) in ("str", "bytes")
             for own, text in zip(self.paths, self.leaves, strict=True)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has only tuples, lists and dicts, dense tensors of torch's own type, numbers, text and None."""
+        return (
+            set(_CONTAINER.findall(self.structure)) <= {"tuple", "list", "dict"}
+            and not any(order.startswith("torch.") for order in self.orders)
+            and all(
+                _TENSOR.match(text) or _type_of(text) in ("str", "int", "float", "None", "True", "False")
+                for text in self.leaves
+            )
         )
 
     @property

@@ -18,6 +18,7 @@ from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
+from autopipe.runtime.batches.beside import Beside, BesideSource, Telling
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.batches.from_loop import read_from_loop
 from autopipe.runtime.batches.graph_variants import GraphVariants
@@ -67,6 +68,8 @@ class RankSession:
     device: torch.device
     # epoch -> minibatches, in place of the data of the workload
     items: Callable[[int], Iterator[Any]] | None = None
+    # of rank 0: the process that reads the data, see ``runtime.batches.beside``; None: ranks read
+    beside: Beside | None = None
     _rows: RankRows = field(init=False)
     _saver: Saver = field(init=False)
     _recordings: GraphVariants = field(init=False)
@@ -94,11 +97,12 @@ class RankSession:
         reporter: Reporter,
         *,
         on_gradients: GradientHook | None = None,
+        reads: Telling | None = None,
     ) -> RankSession:
         """Build the stages of this rank.
 
         The user's model is built once, and only the parts of these stages are kept. If training starts from weights in
-        a file, only those parts ever take memory.
+        a file, only those parts ever take memory. ``reads``: the process that reads the data for this rank.
         """
         precision = context.plan.workload.precision
         if REGISTRY[context.plan.schedule].spills and steps_late(precision, job.clip_grad_norm, job.on_nonfinite):
@@ -115,7 +119,8 @@ class RankSession:
             on_gradients=on_gradients,
         )
         executor, device = assembly.executor(), torch.device(job.device)
-        return RankSession(job, context, workload, run, executor, transport, reporter, device)
+        beside = None if reads is None else Beside(reads, job, reporter)
+        return RankSession(job, context, workload, run, executor, transport, reporter, device, beside=beside)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -124,7 +129,6 @@ class RankSession:
 
         Raises: RunError if the data ends before the steps do.
         """
-        self._guard()
         step, place = self._proven(self._resume)
         saved = step if self.job.start_step >= 0 else -1
         reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
@@ -158,14 +162,6 @@ class RankSession:
         if windows.stopped and self.transport.leads:
             self.reporter.event("stopped", step=step)
 
-    def _guard(self) -> None:
-        """Let rank 0 compare the Python of the model with the stage code, if it reads the data of the workload."""
-        if self.transport.leads and self.items is None and not self.job.loop:
-            from autopipe.runtime.batches.guard import Guard  # it imports the capture
-
-            self.reporter.at("building the model that is compared with the stages", waiting=False)
-            self._recordings.guard = Guard.of(self.workload, self.reporter)
-
     def _epoch(self, epoch: int) -> Iterator[Any]:
         return self.workload.items(self.job.batch_size or None, epoch=epoch)
 
@@ -179,11 +175,9 @@ class RankSession:
         source = Source(
             open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
         )
-        guard = self._recordings.guard
-        if training and guard is not None:
-            source.passed = lambda item: guard.replay(item, self.context.plan.num_microbatches)
-        if who == "one":
-            reader = OneReads(source, self._recordings, processes, self.reporter, self._placement, training)
+        if who != "each":
+            reads = BesideSource(self.beside, source, self.workload, training) if self.beside is not None else source
+            reader = OneReads(reads, self._recordings, processes, self.reporter, self._placement, training)
             if training and self.job.loop:
                 source.once = True
                 read_from_loop(self.workload, self.job.loop, self.reporter).waits = reader.waits

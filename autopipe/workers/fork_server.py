@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from autopipe.errors import RunError
@@ -81,6 +82,22 @@ def fork(
         f"the process that others are forked from ended {_STARTS} times before this one started: {name}",
         remedy="check whether the machine is short of memory or of processes (ulimit -u)",
     )
+
+
+def fork_here(function: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProcess:
+    """Fork a process from this one, which must have no other thread. The kernel ends it with this one.
+
+    It has the name of this process, which tells the user's code the rank.
+
+    Raises: RunError if the process cannot be started.
+    """
+    name = multiprocessing.current_process().name
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments, name=name, daemon=True)
+    try:
+        process.start()
+    except OSError as error:
+        raise RunError(f"no process can be started beside {name}: {error}") from error
+    return process
 
 
 def _run(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,10 +33,20 @@ class Link:
         """Report progress, as ``commands.settings.Progress``."""
         self.send("progress", what=what, fraction=fraction)
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Send a message of JSON values; numbers may be NaN or infinite."""
+    def send(self, kind: str, *, memory: int | None = None, **fields: Any) -> None:
+        """Send a message of JSON values; numbers may be NaN or infinite. ``memory``: a file descriptor to send, too."""
+        carries = {} if memory is None else {"carries": True}
         with self._lock:
-            self._connection.send_bytes(json.dumps({"kind": kind, **fields}).encode())
+            self._connection.send_bytes(json.dumps({"kind": kind, **carries, **fields}).encode())
+            if memory is not None:
+                reduction.send_handle(self._connection, memory, 0)
+
+    def heard(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """Return the next message of ``Worker.tell``; None if none arrives within this time."""
+        if not self._connection.poll(seconds):
+            return None
+        message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        return message
 
     def ask(self, kind: str, **fields: Any) -> None:
         """Send a message, and wait until it is accepted. If it is not, this process is ended."""

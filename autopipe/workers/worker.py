@@ -14,13 +14,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import reduction
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from autopipe.errors import AutopipeError, RunError
 from autopipe.workers.errors import restored
-from autopipe.workers.fork_server import END_SECONDS, death, fork
+from autopipe.workers.fork_server import END_SECONDS, death, fork, fork_here
 from autopipe.workers.task import STOP, Function, run_task
 
 Handler = Callable[[str, dict[str, Any]], None]
@@ -51,11 +53,13 @@ class Worker:
         threads: int = 1,
         failure: type[AutopipeError] = RunError,
         instead: str = "",
+        here: bool = False,
     ) -> None:
         """Start it.
 
         ``doing``: what the function does, for the error if the process ends early, which is a ``failure``. ``threads``:
-        those that torch may use. ``instead``: a further remedy.
+        those that torch may use. ``instead``: a further remedy. ``here``: fork it from this process, which has no
+        other thread yet and has not used a GPU, instead of from the fork server.
 
         Raises: RunError if it cannot be started.
         """
@@ -68,9 +72,14 @@ class Worker:
         self.error: Exception | None = None  # what it raised, or the error of its early end
         self.died = False  # it ended early
         self.ended = False
+        self.awaited = False  # this process waits for it at the moment
         self.connection, theirs = multiprocessing.get_context("forkserver").Pipe()
         with theirs:
-            self.process = fork(run_task, (theirs,), name=function.__name__, imports_main=False)
+            self.process: BaseProcess = (
+                fork_here(run_task, (theirs,))
+                if here
+                else fork(run_task, (theirs,), name=function.__name__, imports_main=False)
+            )
         request = {
             "function": f"{function.__module__}:{function.__name__}",
             "task": task,
@@ -87,7 +96,10 @@ class Worker:
         return self.process.pid
 
     def receive(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (kind, fields) of the messages that it has sent. Afterwards, ``ended`` says whether it has ended."""
+        """Yield (kind, fields) of the messages that it has sent. Afterwards, ``ended`` says whether it has ended.
+
+        ``fields["memory"]`` is a file descriptor, which the caller closes.
+        """
         while not self.ended:
             alive = self.process.is_alive()  # before the poll: what it sent last has arrived then
             message = self._next()
@@ -106,6 +118,8 @@ class Worker:
                 logging.getLogger(message["name"]).log(message["level"], "%s", message["text"])
             else:
                 asks = message.pop("asks", False)
+                if message.pop("carries", False):
+                    message["memory"] = reduction.recv_handle(self.connection)
                 yield message.pop("kind"), message
                 if asks:
                     self._send(b"accepted")
@@ -130,6 +144,16 @@ class Worker:
         return self._failure(
             f"{self._doing}: {death(code)}", remedy="; or ".join(filter(None, [remedy, self._instead]))
         )
+
+    def tell(self, **fields: Any) -> None:
+        """Send a message of JSON values, which ``Link.heard`` returns."""
+        self._send(json.dumps(fields).encode())
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it sends something or ends, or for this time."""
+        self.awaited = True
+        wait_for([self], seconds)
+        self.awaited = False
 
     def stop(self) -> None:
         """Request the function to stop, if it supports that: see ``Link.stop_requested``."""

@@ -288,6 +288,10 @@ class Workload:
         """How batches are split, as far as the batches read so far determine it."""
         return self.batches.cutting
 
+    def adopt_dimensions(self, known: Mapping[str, int]) -> None:
+        """Cut batches as another process does, which has read them."""
+        self.batches.dimensions = BatchDimensions(dict(known))
+
     def num_samples(self, item: Item) -> int:
         """Return the number of samples of an item."""
         return self.cutting.num_samples(item)

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,10 +34,11 @@ from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
 from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
+from autopipe.runtime.batches.beside import DOING, INSTEAD, read_beside
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.base import Transport, TransportClosed, translate, with_index
 from autopipe.runtime.transport.communicators import Communicators
@@ -45,6 +46,7 @@ from autopipe.runtime.transport.distributed import ProcessTransport, start_proce
 from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, channels_of, groups_of
 from autopipe.workers.parent_death import allow_children, die_with_parent
 from autopipe.workers.signals import leave_signals_to_supervisor
+from autopipe.workers.worker import Worker
 
 # ``Spent``: what a rank spent its time on, from the activities that it reports anyway.
 
@@ -99,6 +101,7 @@ def _without_core() -> float:
 
 
 FAILED = 3
+_STOP_SECONDS = 1.0
 
 
 class _Pipe:
@@ -186,11 +189,49 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, s
         plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
     state.plan, state.device = plan, torch.device(job.device)
     context = RunContext.of(plan, graph)
+    with _reading(spec, job, reporter) as reads:
+        _train_or_evaluate(spec, job, run, context, reads, reporter, listener, state)
+
+
+@contextlib.contextmanager
+def _reading(spec: WorkerSpec, job: Job, reporter: Reporter) -> Iterator[Worker | None]:
+    """Yield the process that reads the data for rank 0, if one does. It is forked before this one has a thread."""
+    if spec.rank != 0 or spec.body == "evaluate" or job.data_reader != "beside" or job.loop:
+        yield None
+        return
+    reader = Worker(read_beside, {"run": spec.run}, doing=DOING, threads=job.threads, instead=INSTEAD, here=True)
+
+    def write_its_stacks(number: int, frame: object) -> None:
+        if reader.awaited and not reader.ended:
+            os.kill(reader.pid, signal.SIGUSR2)
+
+    faulthandler.unregister(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, write_its_stacks)
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=True)
+    try:
+        yield reader
+    finally:
+        if not reader.ended:
+            reader.tell(do="stop")
+            reader.process.join(_STOP_SECONDS)  # it writes what it has printed
+            reader.end()
+
+
+def _train_or_evaluate(
+    spec: WorkerSpec,
+    job: Job,
+    run: RunDirectory,
+    context: RunContext,
+    reads: Worker | None,
+    reporter: Reporter,
+    listener: socket.socket | None,
+    state: _State,
+) -> None:
     reporter.at("connecting", waiting=True)
     transport = _connect(spec, context, state.device, job.excluded_devices, reporter, listener)
     state.device = with_index(state.device)
     job = replace(job, device=str(state.device))
-    session = state.session = RankSession.start(run, job, context, transport, reporter)
+    session = state.session = RankSession.start(run, job, context, transport, reporter, reads=reads)
     if spec.body == "evaluate":
         step = session.restore_latest(averaged=spec.averaged)
         session.evaluate(spec.batch_size or None, step, reader="one")  # no other process reads the data

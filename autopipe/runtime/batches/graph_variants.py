@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -38,9 +38,6 @@ from autopipe.stage import Stage
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.cutting.dimensions import BatchDimensions
-
-if TYPE_CHECKING:
-    from autopipe.runtime.batches.guard import Guard  # it imports the capture
 
 EVALUATION = "evaluation"
 _KEPT_PARTS = 1024
@@ -82,8 +79,6 @@ class GraphVariants:
     announce: Callable[[str, bool], None] | None = None
     # the last minibatch of training
     latest: Any = None
-    # of rank 0: compares what the model does for each microbatch of training with the stage code
-    guard: Guard | None = None
     # the parts read so far, by training or not, structure and shapes
     _parts: dict[Any, _Part] = field(default_factory=dict)
     _count: int = 0
@@ -110,15 +105,17 @@ class GraphVariants:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
         read = [self._read(part, training=training) for part in parts]
-        if training and self.guard is not None:
-            for index, (part, (_, known)) in enumerate(zip(parts, read, strict=True)):
-                self.guard.follow(part, index, known.recording.graph, known.sizes)
         shares = self._shares(item, read)
         self.weight = shares.total
         return [
             Microbatch(placement.of(leaves), factor, part.sizes, part.recording)
             for (leaves, part), factor in zip(read, shares.factors, strict=True)
         ]
+
+    def recording_of(self, part: Any, *, training: bool) -> tuple[Recording, Mapping[str, int]]:
+        """Return the recording that a part of a minibatch follows, and its sizes. Makes it if no recording fits."""
+        part = self._read(part, training=training)[1]
+        return part.recording, part.sizes
 
     def _read(self, part: Any, *, training: bool) -> tuple[dict[str, torch.Tensor], _Part]:
         """Return the leaves of a part, and what follows from their shapes: looked up if a part like it was read."""

@@ -1,4 +1,4 @@
-"""``Guard``: rank 0 runs the user's Python for each microbatch that it reads, and stops the run if it differs.
+"""``Guard``: runs the user's Python for each microbatch that was read, and stops the run if it differs.
 
 The stages run what was recorded. What the forward and the loss do for this microbatch is known only by running them: on
 fake tensors, without weights, in the order of plain training (``trace.tape``).
@@ -23,14 +23,12 @@ from autopipe.workload import Workload
 
 @dataclass(slots=True)
 class Guard:
-    """The user's model of rank 0, beside the stages."""
+    """The user's model of the process that reads, beside the stages."""
 
     workload: Workload
     reporter: Reporter
     # None: what the model does cannot be compared
     tape: Tape | None = None
-    # of the minibatch that is read
-    step: int = 0
     _noted: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -39,10 +37,10 @@ class Guard:
         with exclusive(), torch.random.fork_rng(devices=()):  # data may draw from the generator
             return Guard(workload, reporter, Tape(workload, _built(workload)))
 
-    def follow(self, part: Any, index: int, graph: Graph, sizes: Mapping[str, int]) -> None:
+    def follow(self, part: Any, step: int, index: int, graph: Graph, sizes: Mapping[str, int]) -> None:
         """Run model and loss for a microbatch, and compare with the graph that the stages run.
 
-        ``index``: of the microbatch. ``sizes``: of the symbols of the graph.
+        ``step`` and ``index``: of the minibatch and the microbatch. ``sizes``: of the symbols of the graph.
 
         Raises: RunError if the calls differ.
         """
@@ -52,7 +50,7 @@ class Guard:
             return
         difference = self._run(self.tape, part, graph, sizes)
         if difference is not None:
-            raise RunError(_text(difference, self.step, index), where=difference.where, remedy=difference.remedy)
+            raise RunError(_text(difference, step, index), where=difference.where, remedy=difference.remedy)
 
     def replay(self, item: Any, num_microbatches: int) -> None:
         """Run model and loss for a minibatch that was trained before, so that their Python state is that of now."""

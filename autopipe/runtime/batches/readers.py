@@ -27,6 +27,7 @@ from autopipe.bits import bytes_of
 from autopipe.errors import InternalError
 from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
+from autopipe.runtime.batches.beside import BesideSource
 from autopipe.runtime.batches.exchange import DigestExchange
 from autopipe.runtime.batches.graph_variants import GraphVariants
 from autopipe.runtime.batches.on_device import Placement, on_host
@@ -54,9 +55,7 @@ class Minibatch:
     place: Place
 
 
-def _cut(minibatch: Taken, step: int, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
-    if recordings.guard is not None:
-        recordings.guard.step = step
+def _cut(minibatch: Taken, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
     parts = recordings.microbatches(minibatch.item, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
@@ -66,7 +65,7 @@ def _cut(minibatch: Taken, step: int, recordings: GraphVariants, placement: Plac
 class OneReads:
     """Rank 0 reads for all. The other ranks never open their ``source``. ``transport``: between processes."""
 
-    source: Source
+    source: Source | BesideSource
     recordings: GraphVariants
     transport: Transport
     reporter: Reporter
@@ -91,13 +90,16 @@ class OneReads:
         """
         if self.transport.rank != 0:
             return self._receive_all(length)
+        taken = self.source.read(first, length)
         self.recordings.before_recording, self.recordings.announce = None, self._announce
-        minibatches: list[Minibatch] = []
-        for step in range(first, first + length):  # one by one: data may change what the next forward reads
-            for minibatch in self.source.read(step, 1, copied=length > 1):
-                minibatches.append(_cut(minibatch, step, self.recordings, self.placement, training=self.training))
-                self._send(step, minibatch.item, minibatches[-1])
-        if len(minibatches) < length:
+        minibatches = []
+        for index, minibatch in enumerate(taken):
+            for name in minibatch.recordings:
+                self._announce(name, self.training)
+                self.recordings.follow(name, training=self.training)
+            minibatches.append(_cut(minibatch, self.recordings, self.placement, training=self.training))
+            self._send(first + index, minibatch.item, minibatches[-1])
+        if len(taken) < length:
             self._send_header_to_all({"kind": "end"})
         return minibatches
 
@@ -285,10 +287,7 @@ class EachReads:
         self.recordings.before_recording, self.recordings.announce = self.settle, None
         if len(taken) < length:
             self.settle()
-        return [
-            _cut(minibatch, first + index, self.recordings, self.placement, training=self.training)
-            for index, minibatch in enumerate(taken)
-        ]
+        return [_cut(minibatch, self.recordings, self.placement, training=self.training) for minibatch in taken]
 
     def settle(self) -> None:
         """Wait for the comparison, before a step with what ``read`` returned last.

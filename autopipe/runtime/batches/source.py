@@ -45,6 +45,8 @@ class Taken:
     digest: bytes
     # where the data continues after it
     place: Place
+    # recordings that were made for it, or for one before it, in a process beside rank 0
+    recordings: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -112,11 +114,10 @@ class Source:
                 f"epoch {place.epoch} differ"
             )
 
-    def read(self, step: int, most: int, *, copied: bool = False) -> list[Taken]:
+    def read(self, step: int, most: int) -> list[Taken]:
         """Return the next minibatches, the first for step ``step``: fewer than ``most`` at the end of the last epoch.
 
         If several are read, they are copies: data may overwrite the memory of a minibatch with the next one.
-        ``copied``: copy also a single one.
 
         Raises: RunError if an epoch gives no minibatches.
         """
@@ -133,7 +134,7 @@ class Source:
             chain = chained(bytes.fromhex(self.place.digest), digest).hex()
             self.place = Place(self.place.epoch, self.place.position + 1, chain)
             self._refuse_unused(step + len(taken))
-            taken.append(Taken(kept(item) if copied or most > 1 else item, digest, self.place))
+            taken.append(Taken(kept(item) if most > 1 else item, digest, self.place))
         return taken
 
     @property
