@@ -111,10 +111,10 @@ OPTIONS: dict[str, Option] = {
         ),
         trust=Option("Read --init-from even if its format can run code (torch DCP)."),
         data_reader=Option(
-            "What reads the data: a process beside rank 0, which also compares what the model's Python does for each "
-            "microbatch with the stage code; one rank (0) for all; or each rank all of it.",
-            default="beside",
-            choices=("beside", "one", "each"),
+            "What reads the data: one rank (0) for all; a process beside it, which also compares what the model's "
+            "Python does for each microbatch with the stage code; or each rank all of it.",
+            default="one",
+            choices=("one", "beside", "each"),
         ),
         allow_other_data=Option("Let --resume continue although the data has changed."),
         averaged=Option("Write the averaged weights of `train --ema`.", flags=("--ema",)),

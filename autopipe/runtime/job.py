@@ -31,7 +31,7 @@ from autopipe.ir.initial_values import InitialValues
 from autopipe.ir.plan import Plan
 
 NONFINITE = ("stop", "warn", "skip")
-DATA_READERS = ("beside", "one", "each")
+DATA_READERS = ("one", "beside", "each")
 REPLAYS = ("some", "all")
 
 
@@ -90,8 +90,8 @@ class Job:
     measure_memory: bool = False
     # with a spilled plan: the memory of the device; 0: all of it
     device_budget_bytes: int = 0
-    # one of ``DATA_READERS``: a process beside rank 0 reads for all, or rank 0 does, or each rank reads
-    data_reader: str = "beside"
+    # one of ``DATA_READERS``: rank 0 reads for all, or a process beside it does, or each rank reads
+    data_reader: str = "one"
     # the socket from which rank 0 receives the minibatches, see ``runtime.batches.from_loop``; "": the model's data
     loop: str = ""
     # a run that resumes is evaluated first: the one before was killed while it evaluated

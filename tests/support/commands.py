@@ -198,11 +198,12 @@ def wait_for_steps(
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         if metrics.is_file() and metrics.read_text().count("\n") > count:
-            ranks = []
-            for child in descendants(process.pid):
+            ranks: dict[str, psutil.Process] = {}
+            for child in descendants(process.pid):  # a rank comes before the processes that it has started
                 log = [f.path for f in child.open_files() if "/logs/rank_" in f.path]
-                ranks.extend((path, child) for path in log[:1])
-            return [child for _, child in sorted(ranks, key=lambda entry: entry[0])]
+                for path in log[:1]:
+                    ranks.setdefault(path, child)
+            return [ranks[path] for path in sorted(ranks)]
         short_pause()
     out, err = process.communicate(timeout=5)
     raise AssertionError(f"no step within {seconds} s\n{out}\n{err}")

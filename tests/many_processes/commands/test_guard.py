@@ -57,7 +57,7 @@ def optimizer(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
 """
 WORDS = ("train", "model.py", "--device", "cpu", "--gpus", "2", "--batch-size", "8", "--microbatch-sizes", "2",
-         "--num-microbatches", "4", "--replicas", "never")  # fmt: skip
+         "--num-microbatches", "4", "--replicas", "never", "--data-reader", "beside")  # fmt: skip
 
 
 @pytest.fixture

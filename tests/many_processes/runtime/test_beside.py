@@ -1,0 +1,134 @@
+"""The process beside rank 0 that reads the data: its errors, its end, and what it shares with evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.commands import Commands, descendants, wait_for_steps
+
+MODEL = """
+import multiprocessing
+import os
+import time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        return self.c(torch.relu(self.b(x)))
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+SHARED = []
+TRAINS = multiprocessing.current_process().name == "rank 0"
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(5)
+    for step in range(40):
+        %s
+        SHARED.append(step)
+        yield torch.randn(batch_size, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+
+def evaluate_data(batch_size=8):
+    if TRAINS:
+        with open("evaluated.txt", "a") as file:
+            print(len(SHARED), file=file)
+    g = torch.Generator().manual_seed(6)
+    yield torch.randn(batch_size, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+
+def hook(named_parameters, step):
+    pass
+"""
+WORDS = ("train", "model.py", "--device", "cpu", "--gpus", "2", "--batch-size", "8", "--microbatch-sizes", "2",
+         "--num-microbatches", "4", "--replicas", "never", "--no-check", "--schedule", "1f1b",
+         "--run-dir", "run", "--data-reader", "beside")  # fmt: skip
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    commands = Commands(tmp_path)
+    yield commands
+    commands.end()
+
+
+def write(folder: Path, at_each_minibatch: str = "pass") -> None:
+    (folder / "model.py").write_text(MODEL % at_each_minibatch)
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line and "samples_per_second" in line]
+
+
+def assert_no_process_is_left(folder: Path) -> None:
+    left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert [(p.cmdline(), p.ppid()) for p in alive] == []
+
+
+@pytest.mark.parametrize(
+    ("at_each_minibatch", "message"),
+    [
+        ('if step == 6: raise ValueError("bad row")', "data of model.py, batch 6 failed: ValueError: bad row"),
+        ("if step == 6 and TRAINS: os.kill(os.getpid(), 9)", "the process was killed by SIGKILL"),
+    ],
+)
+def test_the_end_of_the_process_ends_the_run(at_each_minibatch: str, message: str, commands: Commands) -> None:
+    write(commands.folder, at_each_minibatch)
+    _, stderr = commands.run(*WORDS, "--steps", "20", code=3, seconds=100)
+    assert message in stderr
+    assert "at:  rank 0" in stderr
+    assert len(losses(commands.folder)) == 6
+    assert_no_process_is_left(commands.folder)
+
+
+def test_a_hang_names_the_line_of_the_data(commands: Commands) -> None:
+    write(commands.folder, "time.sleep(1000 if step == 3 and TRAINS else 0)")
+    _, stderr = commands.run(*WORDS, "--steps", "20", "--watchdog", "8", code=3, seconds=100)
+    assert "no rank has moved" in stderr
+    line = 1 + (commands.folder / "model.py").read_text().splitlines().index("    for step in range(40):") + 1
+    assert f"model.py:{line} in data" in stderr[stderr.index("  at:") :]
+    assert_no_process_is_left(commands.folder)
+
+
+def test_it_ends_with_rank_0(commands: Commands) -> None:
+    write(commands.folder, "time.sleep(0.2)")
+    process = commands.start(*WORDS, "--steps", "40")
+    ranks = wait_for_steps(commands.folder / "run", process)
+    beside = descendants(ranks[0].pid)
+    assert len(beside) == 1
+    ranks[0].kill()
+    assert process.wait(30) == 3
+    psutil.wait_procs(beside, timeout=10)
+    assert not any(child.is_running() for child in beside)
+
+
+def test_evaluation_sees_what_data_did_up_to_its_step(commands: Commands) -> None:
+    write(commands.folder)
+    commands.run(*WORDS, "--steps", "7", "--eval-every", "2", seconds=100)
+    assert (commands.folder / "evaluated.txt").read_text().split() == ["2", "4", "6"]
+
+
+def test_a_hook_of_the_ranks_keeps_the_data_in_rank_0(commands: Commands) -> None:
+    write(commands.folder)
+    text = (commands.folder / "model.py").read_text()
+    (commands.folder / "model.py").write_text(text.replace("hook", "after_step"))
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
+    assert "not compared with the stage code while training: after_step runs in the ranks" in " ".join(stderr.split())
+    assert len(losses(commands.folder)) == 3
