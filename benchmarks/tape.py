@@ -131,7 +131,8 @@ def main() -> None:
             rows[name] = {"old": old, "group": group, "microbatches": 2 * options.steps, **row}
             print(group, name, _judged(old, rows[name]), flush=True)
             options.rows.write_text(json.dumps(rows))
-    RESULTS.write_text(written(rows))
+    before = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    RESULTS.write_text(written(rows) + "".join(before.partition("\n## Beside the ranks\n")[1:]))
 
 
 if __name__ == "__main__":
