@@ -1,4 +1,7 @@
-"""The description of a host before ranks start there, and what a check of it finds. No torch: its version is that of the installed package."""
+"""The description of a host before ranks start there, and the result of a check of it.
+
+No torch: its version is that of the installed package.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _of_a_part(
     def build() -> nn.Module:
         part = PartialBuild(wanted)
         model = workload.build_model(part=part)
-        part.refuse_derived(model, lambda name: name in single or name.startswith(modules))
+        part.refuse_derived(model, lambda name, _: name in single or name.startswith(modules))
         return model
 
     with exclusive():

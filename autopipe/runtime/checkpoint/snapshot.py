@@ -107,5 +107,7 @@ def _separate_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return {
         name: tensors[name].detach()
         for name in alone
-        if tensors[name].device.type == "cpu" and tensors[name].is_contiguous()
+        if tensors[name].device.type == "cpu"
+        and tensors[name].is_contiguous()
+        and not (tensors[name].is_conj() or tensors[name].is_neg())  # bits that say how to read the memory
     }

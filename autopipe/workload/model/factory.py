@@ -54,7 +54,7 @@ class ModelFactory:
             self._own_loss.attach(model, original)
             if build.is_complete and not self.initial.digests:
                 self.initial = initial_values(model, build.numbers(model))
-            elif part is None and not self.initial.numbers:
+            elif not self.initial.numbers:
                 self.initial = InitialValues(numbers=build.numbers(model))
         return model
 

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe import sparse
 from autopipe.draws import is_random
-from autopipe.workload.model.placeholders import SharedPages, placeholder_like
+from autopipe.workload.model.placeholders import SharedPages, make_placeholder
 
 WORTH_BYTES = 256 << 20
 """A rank builds only its own parameters if the others take at least this much: a build may have to be repeated."""
@@ -46,7 +46,9 @@ _IN_PLACE = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "lo
 _COUNTED = frozenset(_IN_PLACE | {"rand_like", "randn_like", "randint_like"})
 # operations that write every element of their first operand, and do not read it
 _REPLACING = frozenset(_IN_PLACE | {"copy_", "fill_", "zero_"})
-_READERS = ("numpy", "__array__", "__dlpack__", "tolist")  # methods that read memory without an operation
+# methods and functions that read memory without an operation
+_READERS = ("numpy", "__array__", "__dlpack__", "tolist")
+_FROM_NUMBERS = ("tensor", "as_tensor", "asarray")
 
 _EMPTY = {
     torch.ops.aten.empty,
@@ -57,6 +59,7 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided,
 }
 
+_own_pages: dict[int, StorageWeakRef] = {}  # storages on pages of ``_place_in_new_pages``
 _PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process may have only so many mappings
 
 
@@ -75,7 +78,7 @@ class PartialBuild:
         self._wanted, self._empty, self._shifted = wanted, empty, shifted
         self._count = 0
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
-        self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one in its place
+        self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
         self._pages = SharedPages()
         self._derived = _Derived()
 
@@ -117,17 +120,17 @@ class PartialBuild:
         if self._derived.refused:
             raise NotDivisibleError(self._derived.refused)
 
-    def refuse_derived(self, model: nn.Module, is_own: Callable[[str], bool]) -> None:
+    def refuse_derived(self, model: nn.Module, is_own: Callable[[str, Tensor], bool]) -> None:
         """Raise NotDivisibleError if the content of one of these tensors of a model depends on a placeholder's.
 
-        ``is_own``: takes the name of a parameter, a buffer, or an attribute of a module that has tensors.
+        ``is_own``: takes the name of a parameter, a buffer, or an attribute of a module, and the tensor.
         """
         for path, module in model.named_modules():
             others = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules")}
             buffers = others.pop("_buffers")
             for name, tensor in (*module._parameters.items(), *buffers.items(), *_tensors_in(others)):
                 whole_name = f"{path}.{name}".removeprefix(".")
-                if tensor is None or not is_own(whole_name):
+                if tensor is None or not is_own(whole_name, tensor):
                     continue
                 if self._derived.has(tensor) or self._derived.is_of_placeholder(tensor):
                     raise NotDivisibleError(f"{whole_name} depends on a parameter that has no memory here")
@@ -145,18 +148,14 @@ class PartialBuild:
             torch.rand(3)
         if self._empty and not parameter.is_meta:
             part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        elif self._wanted is not None and self._count not in self._wanted and _can_be_replaced(parameter):
-            part = placeholder_like(parameter, self._pages)
-            self._derived.add_placeholder(part)
-        if part is not parameter:
             self._replaced[parameter] = part
+        elif self._wanted is not None and self._count not in self._wanted and self._derived.can_share(parameter):
+            self._derived.lose(parameter)  # what else uses its memory
+            make_placeholder(parameter, self._pages)
+            self._derived.add_placeholder(parameter)
         self._numbers[part] = self._count
         self._count += 1
         return part
-
-
-def _can_be_replaced(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and parameter.layout is torch.strided
 
 
 def _tensors_in(attributes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -189,11 +188,24 @@ class _Derived:
         """Return whether a tensor is a placeholder or a view of one."""
         return tensor.layout is torch.strided and _is_in(tensor, self._placeholders)
 
+    def can_share(self, parameter: nn.Parameter) -> bool:
+        """Return whether only tensors can use the memory of a parameter, and not numpy or another owner."""
+        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+            return False
+        own = parameter.untyped_storage().resizable() or _is_in(parameter, _own_pages)
+        return own or self.is_of_placeholder(parameter)
+
     def has(self, tensor: Tensor) -> bool:
         """Return whether the content of a tensor is not that of a complete build."""
         if self.is_of_placeholder(tensor):
             return bool(tensor.untyped_storage()._cdata != self._current)
         return any(_is_in(part, self._computed) for part in sparse.stored(tensor))
+
+    def lose(self, tensor: Tensor) -> None:
+        """Note that the content of a tensor and of what shares its memory is not that of a complete build any more."""
+        for part in sparse.stored(tensor):
+            storage = part.untyped_storage()
+            self._computed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def write(self, tensor: Tensor, *, replaced: bool, computed: bool) -> None:
         """Note that an operation has written a tensor.
@@ -207,15 +219,24 @@ class _Derived:
             elif computed or storage._cdata != self._current:
                 self._current = None
         elif computed:
-            for part in sparse.stored(tensor):
-                storage = part.untyped_storage()
-                self._computed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self.lose(tensor)
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow what the operations in this block compute from placeholders."""
-        with _Operations(self), _Reads(self):
-            yield
+        """Follow what the operations in this block compute from placeholders. One thread at a time."""
+        pickled = torch.Tensor._reduce_ex_internal
+
+        def refused(tensor: Tensor, protocol: Any) -> Any:
+            if self.has(tensor) or self.is_of_placeholder(tensor):
+                raise self.refuse("pickle")
+            return pickled(tensor, protocol)  # type: ignore[no-untyped-call]  # untyped in torch
+
+        torch.Tensor._reduce_ex_internal = refused  # type: ignore[method-assign]
+        try:
+            with _Operations(self), _Reads(self):
+                yield
+        finally:
+            torch.Tensor._reduce_ex_internal = pickled  # type: ignore[method-assign]
 
     def refuse(self, name: str) -> NotDivisibleError:
         """Return the error for a number that the build reads."""
@@ -243,11 +264,11 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         targets = [args[at] if at < len(args) else kwargs.get(key) for at, key in written(func)]
         replaced = name in _REPLACING
-        # only the form of these tensors is read
-        unread = {id(targets[0])} if replaced else {id(args[0])} if name.startswith("new_") or _is_like(func) else set()
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        computed = any(self._derived.has(tensor) for tensor in tensors if id(tensor) not in unread)
-        if computed and is_random(func, args, kwargs) and name not in _COUNTED:
+        form_only = replaced or name.startswith("new_") or _is_like(func)  # of the first operand
+        read = pytree.tree_leaves((args[1:] if form_only else args, kwargs))
+        computed = any(isinstance(leaf, Tensor) and self._derived.has(leaf) for leaf in read)
+        draws_by_content = is_random(func, args, kwargs) and name not in _COUNTED
+        if computed and (draws_by_content or torch.Tag.dynamic_output_shape in func.tags):
             raise self._derived.refuse(name)
         result = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
@@ -279,9 +300,10 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch."""
         name = getattr(func, "__name__", "")
-        tensor = args[0] if args and name in _READERS else None
-        if isinstance(tensor, Tensor) and (self._derived.has(tensor) or self._derived.is_of_placeholder(tensor)):
-            raise self._derived.refuse(name)
+        read = args[:1] if name in _READERS else pytree.tree_leaves((args, kwargs)) if name in _FROM_NUMBERS else ()
+        for tensor in read:
+            if isinstance(tensor, Tensor) and (self._derived.has(tensor) or self._derived.is_of_placeholder(tensor)):
+                raise self._derived.refuse(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -353,3 +375,6 @@ def _place_in_new_pages(tensor: torch.Tensor) -> None:
     pages = mmap.mmap(-1, tensor.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
     tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    for key in [key for key, reference in _own_pages.items() if reference.expired()]:  # type: ignore[no-untyped-call]
+        del _own_pages[key]
+    _own_pages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

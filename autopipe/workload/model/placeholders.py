@@ -1,8 +1,8 @@
 """Parameters without memory of their own: they share pages, so that a model of any size takes the memory of a few.
 
 A parameter that a rank does not need, or that the command cannot hold, is a placeholder: it has its shape and dtype,
-operations run on it, and what is written to one is written to others. ``fill_with_placeholders`` gives random numbers
-to a model that was built without memory, so that it can be run and compared with its graph.
+operations run on it, and what is written to one is written to others. ``randomize_placeholders`` gives them random
+numbers, so that a model can be run and compared with its graph.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def placeholder_like(parameter: nn.Parameter, pages: SharedPages) -> nn.Parameter:
-    """Return a placeholder for a strided parameter, which may be on the meta device."""
-    placeholder = nn.Parameter(pages.tensor_like(parameter), requires_grad=parameter.requires_grad)
-    setattr(placeholder, _MARK, True)
-    return placeholder
+def make_placeholder(parameter: nn.Parameter, pages: SharedPages) -> None:
+    """Let a strided parameter of the CPU use shared pages. Its content is lost; it stays the same object."""
+    parameter.data = pages.tensor_like(parameter)
+    setattr(parameter, _MARK, True)
 
 
 def is_placeholder(tensor: Tensor) -> bool:
@@ -71,8 +70,8 @@ def has_placeholders(model: nn.Module) -> bool:
     return any(map(is_placeholder, model.parameters()))
 
 
-def fill_with_placeholders(model: nn.Module) -> None:
-    """Replace the parameters of a model on the meta device by placeholders with random numbers, in place.
+def randomize_placeholders(model: nn.Module) -> None:
+    """Give the placeholders of a model random numbers.
 
     Matrices get numbers that keep the size of their inputs (a variance of 1 / fan-in; LeCun et al., "Efficient
     BackProp", 1998, section 4.6), the scales of normalization layers get numbers near 1, and biases small ones. Two
@@ -80,25 +79,15 @@ def fill_with_placeholders(model: nn.Module) -> None:
     """
     alike: dict[tuple[float, float, torch.dtype], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if is_placeholder(parameter):
             alike.setdefault((*_distribution(name, parameter), parameter.dtype), []).append(parameter)
-    with torch.random.fork_rng(devices=()), torch.no_grad():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         for (mean, spread, dtype), parameters in alike.items():
             pages = SharedPages(max(map(_extent, parameters)) + _ALIGNED * len(parameters))
             pages.fill(dtype, mean, spread)
             for parameter in parameters:
-                _replace(model, parameter, placeholder_like(parameter, pages))
-
-
-def _replace(model: nn.Module, parameter: nn.Parameter, placeholder: nn.Parameter) -> None:
-    """Replace a parameter wherever the user's code holds it; only in its modules if it is weakly referenced (RNNs)."""
-    try:
-        torch.utils.swap_tensors(parameter, placeholder)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        for module in model.modules():
-            for key in [key for key, own in module._parameters.items() if own is parameter]:
-                setattr(module, key, placeholder)
+                parameter.data = pages.tensor_like(parameter)
 
 
 def _distribution(name: str, parameter: nn.Parameter) -> tuple[float, float]:

@@ -1,8 +1,7 @@
 """Determine the size of a model before its weights are allocated, and stop a build that exceeds the memory.
 
-A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated
-without memory for them (``empty``). The command then works with placeholders (``workload.model.placeholders``), and the
-ranks build the parameters that they train.
+A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated with
+placeholders (``workload.model.placeholders``), and the ranks build the parameters that they train.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.units import in_bytes, in_gib
-from autopipe.workload.model.placeholders import fill_with_placeholders, has_placeholders
+from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
+from autopipe.workload.model.placeholders import has_placeholders, is_placeholder, randomize_placeholders
 from autopipe.workload.workload import Workload
 
 FIRST_BYTES = 512 << 20
@@ -39,8 +39,8 @@ class _TooManyBytes(BaseException):
 def build_within_memory(workload: Workload, *, whole: bool = False, remedy: str = "") -> nn.Module:
     """Build the model, with placeholders for its parameters if it is large; so it can be captured and verified.
 
-    ``whole``: the model will be trained on this host, so that it must fit. A large model that cannot be built without
-    memory for its parameters, or computes a buffer from one, is complete.
+    ``whole``: the model will be trained on this host, so that it must fit. A large model that reads a parameter while
+    it is built, or keeps what it computes from one, is complete.
 
     Raises: TooLargeError with the size of the model and the available memory; ModelFileError if the size is not known,
     because the model cannot be built without memory. Both come before all of it is allocated. Any exception of the
@@ -52,15 +52,14 @@ def build_within_memory(workload: Workload, *, whole: bool = False, remedy: str 
         raise _refused(workload.name, _Size(value), available, remedy)
     with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // (1 + _TO_VERIFY))):
         return workload.build_model()
-    empty = None if isinstance(value, nn.Module) else _without_memory(workload)
-    if empty is None or any(buffer.is_meta for buffer in empty.buffers()):  # such as of a spectral norm
+    model = None if isinstance(value, nn.Module) else _with_placeholders(workload)
+    if model is None:
         with contextlib.suppress(_TooManyBytes), _parameters_up_to(available):
             return workload.build_model()
         raise _refused(workload.name, None, available, remedy)
-    if whole and _Size(empty).bytes > available:
-        raise _refused(workload.name, _Size(empty), available, remedy)
-    fill_with_placeholders(empty)
-    return empty
+    if whole and _Size(model).bytes > available:
+        raise _refused(workload.name, _Size(model), available, remedy)
+    return model
 
 
 @contextlib.contextmanager
@@ -111,13 +110,20 @@ def lack_of_memory_to_verify(model: nn.Module) -> str:
     return f"that needs {in_bytes(needed)} of memory, and {in_bytes(available)} are available"
 
 
-def _without_memory(workload: Workload) -> nn.Module | None:
-    """Return the model without memory for its parameters; None if it cannot be built so."""
+def _with_placeholders(workload: Workload) -> nn.Module | None:
+    """Return the model with random placeholders; None if it cannot be built so.
+
+    The build draws what a complete one draws: numbers that a model keeps as attributes are the same.
+    """
+    part = PartialBuild(frozenset())
     try:
         with torch.random.fork_rng(devices=()):
-            return workload.build_model(empty=True)
-    except (AutopipeError, MemoryError):
+            model = workload.build_model(part=part)
+        part.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
+    except (AutopipeError, NotDivisibleError, MemoryError):
         return None
+    randomize_placeholders(model)
+    return model
 
 
 def _refused(name: str, size: _Size | None, available: int, remedy: str) -> ModelFileError:

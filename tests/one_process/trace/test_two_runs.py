@@ -13,7 +13,7 @@ from autopipe.trace import api, capture, proof, two_runs
 from autopipe.trace.loss.steady import Gradients, folded
 from autopipe.workload.model import size_limits
 from autopipe.workload.model.partial import PartialBuild
-from autopipe.workload.model.placeholders import fill_with_placeholders, has_placeholders, is_placeholder
+from autopipe.workload.model.placeholders import has_placeholders, is_placeholder, randomize_placeholders
 
 NAMES = ("plain", "tied", "checkpoint", "custom function", "nn.Transformer")
 
@@ -234,9 +234,9 @@ def test_a_capture_whose_proof_does_not_fit_into_memory_says_so(monkeypatch):
 
 
 def with_placeholders(work):
-    with PartialBuild(empty=True).active():
+    with PartialBuild(frozenset()).active():
         model = work.build_model()
-    fill_with_placeholders(model)
+    randomize_placeholders(model)
     return model.train()
 
 

@@ -156,6 +156,19 @@ UNSEEN = {
     "computed tensor": "self.blocks[1].kept = [self.blocks[0].weight.detach() * 2]",
     "buffer": "self.noise = self.noise + self.blocks[0].weight.detach().sum()",
     "in memory of a stage": "torch.mul(self.blocks[0].weight.detach(), 2, out=self.blocks[1].weight.data)",
+    "view before": "p = nn.Parameter(torch.zeros(16)); v = p.data; self.p = p; nn.init.normal_(self.p); "
+    "self.blocks[1].bias.data.copy_(v)",
+    "two parameters in one memory": "t = torch.zeros(16); self.blocks[0].bias = nn.Parameter(t); "
+    "self.blocks[1].bias = nn.Parameter(t); nn.init.normal_(self.blocks[0].bias)",
+    "number of chosen elements": "nn.init.constant_(self.blocks[1].weight, "
+    "float((self.blocks[0].weight.data > 0).nonzero().shape[0]))",
+    "draws by number": "torch.randn(len(self.blocks[0].weight.data[self.blocks[0].weight.data > 0])); "
+    "nn.init.normal_(self.blocks[1].weight)",
+    "tensor of tensors": "self.blocks[1].weight.data.mul_(torch.tensor([self.blocks[0].weight.detach().std()]))",
+    "pickled": "import pickle; self.blocks[1].weight.data = pickle.loads(pickle.dumps(self.blocks[0].weight.data))",
+    "saved": "import io; b = io.BytesIO(); torch.save(self.blocks[0].state_dict(), b); b.seek(0); "
+    "self.blocks[1].load_state_dict(torch.load(b))",
+    "copied to itself": "w = self.blocks[0].weight.data; w.copy_(w); self.blocks[1].weight.data.copy_(w)",
     "lost content": "self.last = None; nn.init.normal_(self.blocks[0].weight); nn.init.normal_(self.blocks[5].weight); "
     "self.blocks[1].weight.data.copy_(self.blocks[0].weight)",
 }
@@ -197,9 +210,30 @@ DIVIDED = {
     "number": "orthogonal_(self.blocks[0].weight); self.blocks[1].scale = torch.rand(()).item()",
     "tensor in a list": "orthogonal_(self.blocks[0].weight); self.blocks[1].kept = [torch.rand(2)]",
     "device": "self.blocks[1].bias.requires_grad_(self.blocks[0].weight.is_meta)",
+    "the same object": "\n        w = nn.Parameter(torch.empty(16, 16)); self.blocks[0].weight = w; "
+    "nn.init.normal_(self.blocks[0].weight); self.blocks[1].weight.data.copy_(w)",
+    "parameters of its own list": "\n        ws = [nn.Parameter(torch.zeros(16, 16)) for _ in range(6)]\n        "
+    "for b, w in zip(self.blocks, ws): b.weight = w\n        for w in ws: nn.init.xavier_uniform_(w)",
+    "identity": "\n        w = nn.Parameter(torch.zeros(16)); self.blocks[0].bias = w\n        "
+    "if self.blocks[0].bias is w: nn.init.ones_(self.blocks[1].bias)",
+    "attributes": "\n        for p in self.blocks[0].parameters(): p.slow = p.dim() == 1\n        "
+    "if self.blocks[0].bias.slow: nn.init.ones_(self.blocks[1].bias)",
     "computed in another stage": "self.blocks[5].weight.data.copy_(self.blocks[0].weight.data * 2)",
     "kept in another stage": "self.blocks[5].kept = [self.blocks[0].weight.detach() * 2]",
 }
+
+
+def test_memory_that_numpy_uses_is_kept(monkeypatch, tmp_path):
+    more = (
+        "arr = np.zeros((16, 16), np.float32); self.blocks[0].weight = nn.Parameter(torch.from_numpy(arr)); "
+        "nn.init.normal_(self.blocks[0].weight); self.blocks[1].weight.data.copy_(torch.from_numpy(arr))"
+    )
+    workload = workload_of(tmp_path, more)
+    whole = workload.build_model()
+    initial = InitialValues(numbers=workload.models.initial.numbers)
+    (stage,), counts = built(monkeypatch, workload, (Middle,), initial=initial)
+    assert same(stage, whole)
+    assert max(counts) == len(list(stage.parameters())) + 1
 
 
 @pytest.mark.parametrize("known", ["digests", "numbers"])
