@@ -39,8 +39,8 @@ _TOO_LARGE = (
 )
 
 _PLACEHOLDERS = (
-    "a large model: this command does not hold its weights; the capture was compared with the model on random weights "
-    "that share memory, and each rank builds the weights that it trains"
+    "a large model: this command does not hold its weights, but random ones that share memory; each rank builds the "
+    "weights that it trains"
 )
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe import sparse
 from autopipe.draws import is_random
-from autopipe.workload.model.placeholders import SharedPages, make_placeholder
+from autopipe.workload.model.placeholders import SharedPages, make_placeholder, new_pages
 
 WORTH_BYTES = 256 << 20
 """A rank builds only its own parameters if the others take at least this much: a build may have to be repeated."""
@@ -132,7 +131,7 @@ class PartialBuild:
                 whole_name = f"{path}.{name}".removeprefix(".")
                 if tensor is None or not is_own(whole_name, tensor):
                     continue
-                if self._derived.has(tensor) or self._derived.is_of_placeholder(tensor):
+                if self._derived.depends(tensor):
                     raise NotDivisibleError(f"{whole_name} depends on a parameter that has no memory here")
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -181,8 +180,7 @@ class _Derived:
 
     def add_placeholder(self, parameter: nn.Parameter) -> None:
         """Add a placeholder."""
-        storage = parameter.untyped_storage()
-        self._placeholders[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        _add_to(self._placeholders, parameter)
 
     def is_of_placeholder(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a placeholder or a view of one."""
@@ -193,7 +191,7 @@ class _Derived:
         if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
             return False
         own = parameter.untyped_storage().resizable() or _is_in(parameter, _own_pages)
-        return own or self.is_of_placeholder(parameter)
+        return own or _is_in(parameter, self._placeholders)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the content of a tensor is not that of a complete build."""
@@ -201,11 +199,14 @@ class _Derived:
             return bool(tensor.untyped_storage()._cdata != self._current)
         return any(_is_in(part, self._computed) for part in sparse.stored(tensor))
 
+    def depends(self, tensor: Tensor) -> bool:
+        """Return whether the content of a tensor is not that of a complete build, or may cease to be."""
+        return self.is_of_placeholder(tensor) or self.has(tensor)
+
     def lose(self, tensor: Tensor) -> None:
         """Note that the content of a tensor and of what shares its memory is not that of a complete build any more."""
         for part in sparse.stored(tensor):
-            storage = part.untyped_storage()
-            self._computed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            _add_to(self._computed, part)
 
     def write(self, tensor: Tensor, *, replaced: bool, computed: bool) -> None:
         """Note that an operation has written a tensor.
@@ -227,7 +228,7 @@ class _Derived:
         pickled = torch.Tensor._reduce_ex_internal
 
         def refused(tensor: Tensor, protocol: Any) -> Any:
-            if self.has(tensor) or self.is_of_placeholder(tensor):
+            if self.depends(tensor):
                 raise self.refuse("pickle")
             return pickled(tensor, protocol)  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -242,6 +243,11 @@ class _Derived:
         """Return the error for a number that the build reads."""
         self.refused = f"{name} reads a parameter that has no memory here"
         return NotDivisibleError(self.refused)
+
+
+def _add_to(storages: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _is_in(tensor: Tensor, storages: dict[int, StorageWeakRef]) -> bool:
@@ -264,11 +270,12 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         targets = [args[at] if at < len(args) else kwargs.get(key) for at, key in written(func)]
         replaced = name in _REPLACING
-        form_only = replaced or name.startswith("new_") or _is_like(func)  # of the first operand
+        creates = name.startswith("new_") or name.endswith("_like") or func._overloadpacket in _EMPTY
+        form_only = replaced or creates  # of the first operand
         read = pytree.tree_leaves((args[1:] if form_only else args, kwargs))
         computed = any(isinstance(leaf, Tensor) and self._derived.has(leaf) for leaf in read)
-        draws_by_content = is_random(func, args, kwargs) and name not in _COUNTED
-        if computed and (draws_by_content or torch.Tag.dynamic_output_shape in func.tags):
+        draws = is_random(func, args, kwargs) and name not in _COUNTED
+        if computed and (draws or torch.Tag.dynamic_output_shape in func.tags):
             raise self._derived.refuse(name)
         result = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
@@ -282,10 +289,6 @@ class _Operations(TorchDispatchMode):
                 if not self._derived.is_of_placeholder(leaf):
                     self._derived.write(leaf, replaced=False, computed=True)
         return result
-
-
-def _is_like(func: Any) -> bool:
-    return bool(func._schema.name.endswith("_like") or func._overloadpacket in _EMPTY)
 
 
 class _Reads(TorchFunctionMode):
@@ -302,7 +305,7 @@ class _Reads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         read = args[:1] if name in _READERS else pytree.tree_leaves((args, kwargs)) if name in _FROM_NUMBERS else ()
         for tensor in read:
-            if isinstance(tensor, Tensor) and (self._derived.has(tensor) or self._derived.is_of_placeholder(tensor)):
+            if isinstance(tensor, Tensor) and self._derived.depends(tensor):
                 raise self._derived.refuse(name)
         return func(*args, **(kwargs or {}))
 
@@ -341,8 +344,7 @@ class ZeroedMemory(TorchDispatchMode):
                     _place_in_new_pages(result)
                 elif not result.is_meta:
                     result.zero_()
-                storage = result.untyped_storage()
-                self._unwritten[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                _add_to(self._unwritten, result)
             return result
         for position, name in written(func):
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
@@ -372,9 +374,9 @@ class ZeroedMemory(TorchDispatchMode):
 
 def _place_in_new_pages(tensor: torch.Tensor) -> None:
     """Give a new tensor memory that was never written, which contains zeros."""
-    pages = mmap.mmap(-1, tensor.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    num_bytes = tensor.untyped_storage().nbytes()
+    storage = torch.frombuffer(new_pages(num_bytes), dtype=torch.uint8, count=num_bytes).untyped_storage()
     tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     for key in [key for key, reference in _own_pages.items() if reference.expired()]:  # type: ignore[no-untyped-call]
         del _own_pages[key]
-    _own_pages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    _add_to(_own_pages, tensor)

@@ -22,7 +22,7 @@ class SharedPages:
     """Pages that any number of tensors use at the same time. A page takes memory once it is written."""
 
     def __init__(self, num_bytes: int = mmap.PAGESIZE) -> None:
-        self._pages = _new_pages(num_bytes)
+        self._pages = new_pages(num_bytes)
         self._num_tensors = 0
 
     def tensor_like(self, tensor: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class SharedPages:
         if not num_bytes:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         if first + num_bytes > len(self._pages):  # earlier tensors keep the earlier pages
-            self._pages = _new_pages(1 << (first + num_bytes).bit_length())
+            self._pages = new_pages(1 << (first + num_bytes).bit_length())
         own = torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes, offset=first).untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
 
@@ -42,16 +42,15 @@ class SharedPages:
             torch.frombuffer(self._pages, dtype=dtype).normal_(mean, spread)
 
 
-def _new_pages(num_bytes: int) -> mmap.mmap:
+def new_pages(num_bytes: int) -> mmap.mmap:
+    """Return at least as many bytes of zeros, which take no memory before they are written."""
     return mmap.mmap(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _extent(tensor: Tensor) -> int:
     """Return the bytes from the first to the last element of a strided tensor."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return form.untyped_storage().nbytes()
 
 
 def make_placeholder(parameter: nn.Parameter, pages: SharedPages) -> None:
