@@ -42,9 +42,8 @@ from autopipe.verify.comparison import ROUNDING_ALONE, Comparison, TensorDiffere
 from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import ENLARGED, of_compiler, usual
-from autopipe.verify.order import SumOrder
+from autopipe.verify.order import SumOrder, why_not_bitwise
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
-from autopipe.verify.reasons import why_not_bitwise
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
 from autopipe.workload.batches.digests import chained, digest_of
