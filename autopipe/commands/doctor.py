@@ -16,7 +16,7 @@ from autopipe import __version__
 from autopipe.commands.settings import Progress
 from autopipe.cores import usable_cores
 from autopipe.errors import RunError
-from autopipe.launch.remote.finding import Finding
+from autopipe.launch.remote.host_description import Finding
 from autopipe.launch.request import LaunchSettings
 from autopipe.units import GIB, in_bytes
 

@@ -30,6 +30,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     try:
         captured = capture(
             model.workload,
+            model=model.built,
             allow_data_dependent=settings.allow_data_dependent,
             verify=settings.verify,
             lengths=len(model.capture.graph.symbols) > 1,

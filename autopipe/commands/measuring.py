@@ -40,6 +40,7 @@ from autopipe.trace.teams import alone
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, result_of
 from autopipe.workload.cutting.dimensions import Minibatch
+from autopipe.workload.model.placeholders import has_placeholders
 
 Accept = Callable[[Graph], None]
 """Takes the captured graph before it is measured; raises to refuse it."""
@@ -195,6 +196,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
             quick_seconds=QUICK_SECONDS,
             slow_seconds=math.inf if settings.microbatch_sizes or sizes.exact else SLOW_SECONDS,
             threads=settings.threads or 1,
+            complete=not has_placeholders(model.built),
             progress=work.progress,
         )
     if model.capture.team == 1:
@@ -264,7 +266,7 @@ def ensure_profile(
     def measure_now(how: ProfileSettings) -> tuple[Model, Profile]:
         if measured_apart(how):
             return _loaded_after(measure_anew(how, work, sizes, accept, minibatch), how, work, minibatch)
-        model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch, may_count=may_count)
+        model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch)
         if accept is not None:
             accept(model.capture.graph)
         return model, measure_model(model, how, work, sizes)

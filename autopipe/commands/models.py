@@ -17,6 +17,7 @@ from autopipe.commands.trusted_code import refuse_untrusted
 from autopipe.errors import ModelFileError, RunError, TraceError
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.ir.teams.axis_sets import choose
+from autopipe.launch.rank.cpu_tuning import return_freed_memory
 from autopipe.measure.device import find_device
 from autopipe.measure.on_device import described_as, described_on
 from autopipe.trace import Capture, capture
@@ -26,6 +27,7 @@ from autopipe.trace.teams import difference, member_of
 from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.batches.items import kept, shapes
 from autopipe.workload.cutting.dimensions import REMEDY, Minibatch
+from autopipe.workload.model.placeholders import has_placeholders
 from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
 from autopipe.workload.target.targets import user_line
 
@@ -34,6 +36,11 @@ _ENOUGH = 5  # samples, so that each half has at least two
 _TOO_LARGE = (
     "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
     "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
+)
+
+_PLACEHOLDERS = (
+    "a large model: this command does not hold its weights, but random ones that share memory; each rank builds the "
+    "weights that it trains"
 )
 
 
@@ -54,13 +61,12 @@ def load_model(
     stored: Profile | None = None,
     state: bool = True,
     minibatch: Minibatch | None = None,
-    may_count: bool = False,
 ) -> Model:
     """Load and capture the model.
 
     ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
-    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``may_count``: refuse a model
-    that fits only without being verified; else it is not verified, and a note says so.
+    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. A large model gets placeholders
+    for its parameters, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
@@ -70,14 +76,16 @@ def load_model(
     if minibatch is not None:
         workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    with _threads_of_ranks(settings, stored):
-        built = (
-            workload.build_model(empty=True)
-            if settings.estimate
-            else build_within_memory(workload, verify=verify and may_count, remedy=_TOO_LARGE)
-        )
-
     kind = device_kind(settings, work)
+    with _threads_of_ranks(settings, stored):
+        if settings.estimate:
+            built = workload.build_model(empty=True)
+        else:
+            whole = kind == "cpu" and not work.elsewhere
+            built = build_within_memory(workload, whole=whole, remedy=_TOO_LARGE)
+    if has_placeholders(built):
+        return_freed_memory()
+        work.notes.append(_PLACEHOLDERS)
 
     def captured_now() -> Capture:
         return capture(

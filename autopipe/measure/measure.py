@@ -121,10 +121,13 @@ class SizeMeasurement:
         *,
         progress: Progress = no_progress,
         least_seconds: float = LEAST_SECONDS,
+        complete: bool = True,
     ) -> None:
         self.subject = Subject(capture, clock, size, batch)
         self.progress = progress
         self.whole = WholeModel(self.subject)
+        if not complete:
+            self.whole.give_up()
         self.num_windows = 0
         self._least_seconds = least_seconds
         self._measured: tuple[NodeFacts, SegmentCosts] | None = None  # None before the first window
@@ -233,13 +236,15 @@ def measure(
     quick_seconds: float = math.inf,
     slow_seconds: float = math.inf,
     threads: int = 1,
+    complete: bool = True,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure a captured model.
 
     ``larger_sizes``: measured too, except those that take longer than ``quick_seconds`` for a forward and a backward,
     or more than half of the memory, by the figures of the largest other size. ``slow_seconds``: a size is left out with
-    a warning if measuring it and those before it once would take longer; the smallest one never is.
+    a warning if measuring it and those before it once would take longer; the smallest one never is. ``complete``: time
+    the complete model too, if it fits.
 
     The model's parameters, buffers and gradients and the state of the random number generators do not change. A size
     at which the model cannot run (a BatchNorm of one sample) or does not fit is left out with a warning.
@@ -253,7 +258,7 @@ def measure(
 
         def sized(size: int) -> SizeMeasurement:
             clock = Clock(target, threads, load)
-            return SizeMeasurement(capture, clock, size, _batch(workload, capture, size, target))
+            return SizeMeasurement(capture, clock, size, _batch(workload, capture, size, target), complete=complete)
 
         def further(largest: SizeMeasurement) -> list[SizeMeasurement]:
             return [sized(size) for size in larger_sizes if largest.allows(size, quick_seconds)]

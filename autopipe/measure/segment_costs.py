@@ -228,7 +228,7 @@ class WholeModel:
             return
         subject, segment = self._subject, self._subject.whole()
         if not self.fits(costs):
-            self._give_up()
+            self.give_up()
             return
         try:
             state = StateCopies(subject.root, subject.clock.device, casts)
@@ -237,7 +237,7 @@ class WholeModel:
             expected = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
             times = repeat(once, 3 * BUDGET_SECONDS, fewest=4, expected_seconds=expected)
         except torch.OutOfMemoryError:
-            self._give_up()
+            self.give_up()
             return
         self.windows = self.windows.with_another(times)
 
@@ -250,7 +250,8 @@ class WholeModel:
         saved = sum(cost.saved_bytes for cost in costs.values())
         return parameters + scale * saved <= available_bytes(self._subject.clock.device)
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Do not time the complete model any more."""
         self.windows = None
         _log.info(
             "microbatch of %d: the complete model does not fit the device; its segments are measured alone",

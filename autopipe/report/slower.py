@@ -39,11 +39,12 @@ def speed_of(
     threads: int,
     cores: int,
     others: float,
+    compared: bool = False,
 ) -> Speed:
     """Return the speed of a run. ``spent``: the seconds of each of its processes, by the names of ``Spent``.
 
     ``threads``: of a process, on ``cores``; 0 if they compute elsewhere. ``others``: the cores that other programs used
-    on average.
+    on average. ``compared``: with plain training, in one of these programs.
     """
     predicted = plan.predicted.samples_per_second
     whole = max((sum(row[name] for name in _PARTS) for row in spent), default=0.0)
@@ -62,7 +63,7 @@ def speed_of(
     idle = max(plan.predicted.step_seconds * steps / whole - profiled, 0.0)
     ready = mean("ready")
     causes = {
-        _without_core(ready, len(spent), threads, cores, others): ready,
+        _without_core(ready, len(spent), threads, cores, (others, compared)): ready,
         f"reading data took {mean('data'):.0%} of the time": mean("data"),
         f"checkpoints and audits took {mean('saving'):.0%} of the time": mean("saving"),
         f"recording batches of other shapes took {mean('recording'):.0%} of the time": mean("recording"),
@@ -80,12 +81,14 @@ def speed_of(
 _PARTS = ("computing", "waiting", "data", "saving", "recording")
 
 
-def _without_core(ready: float, processes: int, threads: int, cores: int, others: float) -> str:
+def _without_core(ready: float, processes: int, threads: int, cores: int, others: tuple[float, bool]) -> str:
     causes = []
     if threads and processes * threads > cores:
         each = f" with {threads} threads each" if threads > 1 else ""
         causes.append(f"{counted(processes, 'rank')}{each} share {counted(cores, 'core')}")
-    if others >= _LEAST * cores:
-        causes.append(f"other programs used {others:.1f} of {counted(cores, 'core')}")
+    used, compared = others
+    if used >= _LEAST * cores:
+        programs = "the comparison with plain training and other programs" if compared else "other programs"
+        causes.append(f"{programs} used {used:.1f} of {counted(cores, 'core')}")
     why = f" ({', and '.join(causes)})" if causes else ""
     return f"ranks waited for a core for {ready:.0%} of the time{why}"

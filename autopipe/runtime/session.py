@@ -148,7 +148,7 @@ class RankSession:
                 if _due(step, self.job.evaluate_every):
                     self.evaluate(None, step)
             if self.job.save and saved != step:
-                self.save(step, place)
+                self.save(step, place, last=True)
             self.reporter.at("saving", waiting=True)
             self._saver.wait()
             self._audits.wait()
@@ -275,10 +275,10 @@ class RankSession:
         member = self.transport.member if isinstance(self.transport, TeamTransport) else 0
         return {index: plan.stages[index].ranks.index(rank) * plan.team + member for index in self.executor.runners}
 
-    def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
+    def save(self, step: int, place: Place, saver: Saver | None = None, *, last: bool = False) -> None:
         """Copy the state of this rank and start to write it. Rank 0 makes it the latest when all ranks have written.
 
-        ``saver`` defaults to the saver of the run's checkpoints.
+        ``saver`` defaults to the saver of the run's checkpoints. ``last``: training has ended.
 
         Raises: the failure of the previous checkpoint.
         """
@@ -298,7 +298,7 @@ class RankSession:
             options=state.options_of(plan, self.job),
         )
         saver = saver or self._saver
-        saver.save(manifest, self.executor.stepper, self._places, pinned=self.device.type == "cuda")
+        saver.save(manifest, self.executor.stepper, self._places, pinned=self.device.type == "cuda", last=last)
 
     def _report_saved(self) -> None:
         """Report the checkpoints that were finished. Raises: the failure of one that could not be written."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from autopipe.commands import option_values
 from autopipe.commands.artifact_steps import batch_size_of, prepare
-from autopipe.commands.checking.checking import check_first
+from autopipe.commands.checking.first_steps import check_first
 from autopipe.commands.locks import only_one
 from autopipe.commands.options import launch_settings, train_settings
 from autopipe.commands.prepared import Prepared

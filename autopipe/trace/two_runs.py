@@ -27,7 +27,7 @@ from autopipe.trace.loss.coupling import shares_of
 from autopipe.trace.loss.steady import precision_of, steady
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
-from autopipe.trace.verify import compare, largest_of, run_once
+from autopipe.trace.verify import Forward, compare, largest_of, run_once
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
 
@@ -138,12 +138,12 @@ def _agrees(workload: Workload, model: nn.Module, capture: Capture, item: Item, 
         return False
     draws: list[_Draw] = []
 
-    def model_on_batch(batch: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+    def model_on_batch(batch: Item, where: tuple[int, int, int]) -> Forward:
         with flat_checkpoints(), _WholeDraws(where, draws):
             loss, weight = workload.loss(model, batch)
-        return loss, weight, len(draws)
+        return Forward([loss], weight, len(draws))
 
-    def graph_on_parts(_: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+    def graph_on_parts(_: Item, where: tuple[int, int, int]) -> Forward:
         start, losses, weights = 0, list[Tensor](), list[Tensor]()
         for part, factor in zip(parts, shares.factors, strict=True):
             drawing = functools.partial(_drawing, draws, start, total)
@@ -151,11 +151,10 @@ def _agrees(workload: Workload, model: nn.Module, capture: Capture, item: Item, 
             weights += [own.detach() for own in weight]
             losses.append(loss * (weights[-1] if weight else factor))
             start += workload.num_samples(part)
-        whole_loss = torch.stack(losses).sum()
         if not weights:
-            return whole_loss, None, len(draws)
+            return Forward(losses, None, len(draws))
         whole_weight = torch.stack(weights).sum()
-        return whole_loss / whole_weight, whole_weight, len(draws)
+        return Forward([loss / whole_weight for loss in losses], whole_weight, len(draws))
 
     with left_as_it_was(model), torch.set_grad_enabled(gradients):
         wanted = run_once(model, model_on_batch, item, where, "the model failed on a batch")

@@ -19,6 +19,7 @@ from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.explain import failed_on_real_numbers, short_path
 from autopipe.trace.graph.replay import replay
+from autopipe.trace.loss.steady import Gradients
 from autopipe.trace.record.model_snapshot import buffers_restored, left_as_it_was
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
@@ -27,6 +28,15 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
 BUFFER_TOLERANCE = 1e-4
 _SHOWN = 4  # hooks listed in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a forward computed."""
+
+    terms: list[Tensor]  # which add up to the loss; each has a backward of its own
+    weight: Tensor | None
+    draws: int
 
 
 @dataclass(frozen=True)
@@ -51,14 +61,14 @@ def verify(
     runs = list(zip(items, wheres, strict=True))
     total = max((n.random_position + n.num_random for n in graph.nodes), default=0)
 
-    def eager(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+    def eager(item: Item, where: tuple[int, int, int]) -> Forward:
         with draws.flat_checkpoints(), draws.Draws(*where) as drawn:
             loss, weight = workload.loss(model, item)
-        return loss, weight, drawn.position
+        return Forward([loss], weight, drawn.position)
 
-    def captured(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
+    def captured(item: Item, where: tuple[int, int, int]) -> Forward:
         loss, *weight = replay(module, workload.leaves(item), where)
-        return loss, (weight[0] if weight else None), total
+        return Forward([loss], weight[0] if weight else None, total)
 
     with left_as_it_was(model):
         wanted = [run_once(model, eager, item, where, "the model itself failed") for item, where in runs]
@@ -94,36 +104,33 @@ def _with_hooks(error: TraceError, model: nn.Module) -> TraceError:
 
 def run_once(
     model: nn.Module,
-    forward: Callable[[Item, tuple[int, int, int]], tuple[Tensor, Tensor | None, int]],
+    forward: Callable[[Item, tuple[int, int, int]], Forward],
     item: Item,
     where: tuple[int, int, int],
     failed: str,
 ) -> Outcome:
     """Run one forward and its backward, and return loss, gradients and buffers. The buffers are restored.
 
-    ``forward``: returns the loss of a batch, its weight or None, and the number of its draws. ``where``: (run seed,
-    minibatch, microbatch). ``failed``: what to say if it raises.
+    ``where``: (run seed, minibatch, microbatch). ``failed``: what to say if it raises.
     """
-    for parameter in model.parameters():
-        parameter.grad = None
     try:
-        with buffers_restored(model):  # every microbatch starts from the same state
-            loss, weight, drawn = forward(copied_item(item), where)
-            if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        with buffers_restored(model), Gradients(model) as gradients:  # every microbatch starts from the same state
+            computed = forward(copied_item(item), where)
+            for term in computed.terms:
+                if term.requires_grad:
+                    term.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
             after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     except AutopipeError:
         raise
     except Exception as error:
         raise failed_on_real_numbers(failed, error) from error
-    values: dict[str, Tensor | None] = {"loss": loss.detach().clone()}
-    if weight is not None:
-        values["weight of the loss"] = weight.detach().clone()
-    for name, parameter in model.named_parameters():
-        values[f"gradient of {name}"] = parameter.grad
-        parameter.grad = None
+    terms = [term.detach() for term in computed.terms]
+    values: dict[str, Tensor | None] = {"loss": terms[0].clone() if len(terms) == 1 else torch.stack(terms).sum()}
+    if computed.weight is not None:
+        values["weight of the loss"] = computed.weight.detach().clone()
+    values.update({f"gradient of {name}": gradient for name, gradient in gradients.taken().items()})
     values.update({f"buffer {name}": buffer for name, buffer in after.items()})
-    return Outcome(values, drawn)
+    return Outcome(values, computed.draws)
 
 
 def _compare(wanted: Outcome, actual: Outcome, label: str, graph: Graph) -> bool:

@@ -40,9 +40,8 @@ from autopipe.verify.noise import (
     usual,
     without_compiler,
 )
-from autopipe.verify.order import SumOrder
+from autopipe.verify.order import SumOrder, why_another_order, why_not_bitwise
 from autopipe.verify.plain import PlainSettings, Subject, plain_training
-from autopipe.verify.reasons import why_another_order, why_not_bitwise
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
 

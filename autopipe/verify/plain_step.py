@@ -42,9 +42,8 @@ from autopipe.verify.comparison import ROUNDING_ALONE, Comparison, TensorDiffere
 from autopipe.verify.compiled_model import CompiledModel
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import ENLARGED, of_compiler, usual
-from autopipe.verify.order import SumOrder
+from autopipe.verify.order import SumOrder, why_not_bitwise
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
-from autopipe.verify.reasons import why_not_bitwise
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
 from autopipe.workload.batches.digests import chained, digest_of
@@ -77,11 +76,11 @@ def is_in_place(workload: Workload, batch_size: int, first: str, before: Manifes
 def _read(workload: Workload, batch_size: int | None, epoch: int, position: int) -> tuple[str, str, bytes] | None:
     """Return the digests of the first minibatch, of the first ones of an epoch, and of the next one.
 
-    None after READ_SECONDS.
+    The next one is that of another epoch if the epoch ends there. None after READ_SECONDS.
     """
     deadline = time.monotonic() + READ_SECONDS
     first, digest, count = "", b"", 0
-    for number in range(epoch + 1):
+    for number in range(epoch + 2):
         with exclusive():
             minibatches = iter(workload.items(batch_size, epoch=number))
         while True:
@@ -90,12 +89,14 @@ def _read(workload: Workload, batch_size: int | None, epoch: int, position: int)
             if item is None:
                 break
             first = first or digest_of(item).hex()
-            if number == epoch and count == position:
+            if number >= epoch and count == position:
                 return first, digest.hex(), digest_of(item)
             if number == epoch:
                 digest, count = chained(digest, digest_of(item)), count + 1
             if time.monotonic() > deadline:
                 return None
+        if number == epoch and count != position:
+            break
     return first, digest.hex(), b""
 
 

@@ -19,6 +19,7 @@ from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.optimizer_probe import Finding, probe, probe_members
 from autopipe.workload import Workload
+from autopipe.workload.model.size_limits import build_within_memory
 
 # What the members of a team cannot run: their tensors are parts, and a step or a hook may look at a complete one.
 
@@ -32,7 +33,7 @@ def refusal_of_team(workload: Workload, plan: Plan, graph: Graph, model: nn.Modu
     """
     if plan.team == 1:
         return None
-    model = workload.build_model() if model is None else model
+    model = build_within_memory(workload) if model is None else model
     dimensions = _cut(graph, model)
     pair = _overlapping(model)
     if pair is not None and not dimensions.keys().isdisjoint(pair):
@@ -111,7 +112,7 @@ def hidden_cause(prepared: Prepared) -> RunError | None:
     plan, workload = prepared.plan, prepared.workload
     if len(plan.stages) == 1 and not plan.shard_optimizer and plan.team == 1:
         return None
-    model = workload.build_model()
+    model = build_within_memory(workload)
     refused = refusal_of_team(workload, plan, prepared.graph, model)
     if refused is not None or (len(plan.stages) == 1 and not plan.shard_optimizer):
         return refused
@@ -180,7 +181,7 @@ def refusal_of_after_step(
             remedy="let the new value of a parameter depend on few others, such as a teacher's on its student's, and "
             f"not on a norm over all parameters; {_ONE_STAGE}",
         )
-    finding = probe_after_step(workload, plan, graph, model or workload.build_model())
+    finding = probe_after_step(workload, plan, graph, model or build_within_memory(workload))
     if finding is None:
         return None
     count = counted(len(plan.stages[finding.stage].parameters), "parameter")

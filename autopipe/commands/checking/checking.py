@@ -1,4 +1,4 @@
-"""Compare a plan with plain training: ``check``, and ``check_first`` before the first step of a new plan."""
+"""Compare a plan with plain training: ``check``, and what ``first_steps`` compares for a new plan."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from autopipe.commands.checking.full_batch import compared_with_the_whole, refus
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.locks import only_one
 from autopipe.commands.prepared import Prepared
-from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings, ignore_event
+from autopipe.commands.settings import CheckSettings, Progress, ignore_event
 from autopipe.commands.store import Work
 from autopipe.commands.training.lookahead import covered, first_minibatches, refuse_changed_data
-from autopipe.commands.users_files import digest_of_file, users_files, versions
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir import artifact
-from autopipe.ir.artifact import digest
 from autopipe.planning.cost.predict import RunCosts
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.graph_variants import EVALUATION
@@ -91,10 +89,10 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             deferred_batch_norm=settings.deferred_batch_norm,
             ema=settings.plan.ema or 0.0,
             compile=settings.compile,
-            evaluate=_evaluates(prepared),
+            evaluate=evaluates(prepared),
             full_batch="step" if settings.full_batch else "gradient",
         )
-        compared = _compare(prepared, wanted)
+        compared = compare_plan(prepared, wanted)
         result = compared.comparison
         if result is None:
             raise hidden or RunError(compared.note)
@@ -104,7 +102,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         return replace(_report(result, prepared, cause), full_batch=compared.full_batch)
 
 
-def _compare(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compared:
+def compare_plan(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compared:
     """Compare on the device on which it fits; see ``fitting``. On a GPU, in a process of its own.
 
     Raises: RunError if that process ends early; ``instead``: a further remedy for it.
@@ -113,16 +111,17 @@ def _compare(prepared: Prepared, wanted: Wanted, *, instead: str = "") -> Compar
         task, doing = ComparisonTask.of(prepared, wanted), "comparing with plain training"
         worker = Worker(compare_for_command, task, doing=doing, threads=torch.get_num_threads(), instead=instead)
         return Compared.decode(result_of(worker, ignore_event))
-    return _compare_here(prepared, wanted)
+    return compare_here(prepared, wanted)
 
 
 def compare_for_command(task: Any, link: Link) -> dict[str, Any]:
     """Compare in the process that a command has started. ``task``: a ``ComparisonTask`` as JSON values."""
     decoded = ComparisonTask.decode(task)
-    return _compare_here(decoded.prepared(), decoded.wanted).encode()
+    return compare_here(decoded.prepared(), decoded.wanted).encode()
 
 
-def _compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
+def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
+    """Compare in this process, on the device on which it fits."""
     place = place_of(prepared, need_of(prepared, wanted.steps))
     if not place.device:
         return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
@@ -198,7 +197,7 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any], *, evaluate: b
         return compare(prepared.workload, run, job, context, items, draws=_draws(prepared), evaluate=evaluate)
 
 
-def _evaluates(prepared: Prepared) -> bool:
+def evaluates(prepared: Prepared) -> bool:
     """Return whether the model can be evaluated in stages."""
     return prepared.workload.has_evaluation_data and not prepared.evaluation_note
 
@@ -220,82 +219,6 @@ def _leaves_one(prepared: Prepared, samples: int) -> bool:
     """
     parts = prepared.plan.num_microbatches
     return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))
-
-
-def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> int:
-    """Compare the first steps of a new plan with plain training, once per plan, and probe its optimizer.
-
-    Returns how many steps are proven, now or before.
-
-    A comparison that does not fit into memory is left out, with a note; the next run tries again.
-
-    Raises: RunError with the cause if they are not equal, or prove nothing.
-    """
-    marker = settings.plan.work_dir / "checked"
-    steps = steps_to_compare(prepared)
-    wanted = Wanted(
-        steps=min(steps, settings.steps or steps),
-        clip_grad_norm=settings.clip_grad_norm or 0.0,
-        deferred_batch_norm=settings.deferred_batch_norm,
-        ema=settings.plan.ema or 0.0,
-        compile=bool(settings.compile),
-        evaluate=_evaluates(prepared),
-        full_batch="gradient" if prepared.plan.num_microbatches > 1 else "",
-    )
-    known = _mark(
-        prepared, (wanted.steps, wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile)
-    )
-    if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
-        text = f"the first {counted(wanted.steps, 'step')} were compared before, with the same code and options"
-        events("note", {"text": text})
-        return wanted.steps
-    events("progress", {"what": f"comparing {counted(wanted.steps, 'step')} with plain training", "fraction": 0.0})
-    hidden = hidden_cause(prepared)
-    if hidden is not None:
-        raise hidden
-    compared = _compare(prepared, wanted, instead="train without the comparison: --no-check")
-    if compared.note:
-        events("note", {"text": compared.note})
-    result = compared.comparison
-    if result is None:
-        return 0
-    if result.different:
-        raise unequal(result, prepared)
-    if result.nonfinite:
-        if settings.on_nonfinite == "stop":
-            raise RunError(
-                f"the comparison of the first steps proves nothing: {result.nonfinite}",
-                remedy="inspect the data and the initial weights; to train anyway, use --on-nonfinite warn or skip",
-            )
-        events("note", {"text": f"warning: the comparison of the first steps proves nothing: {result.nonfinite}"})
-        return 0
-    if (wrong := refusal_of_weights(compared.full_batch)) is not None:
-        raise wrong
-    with marker.open("a", encoding="utf-8") as file:
-        file.write(known + "\n")
-    kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
-    if result.bitwise and result.orders:
-        kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
-    if settings.compile:
-        kind += f" (tolerance {result.tolerance:.1e}: --compile rounds differently than eager code)"
-    if result.skipped:
-        kind += f"; {counted(result.skipped, 'step')} of them skipped, because a gradient overflows in float16"
-    if prepared.plan.num_microbatches > 1:
-        kind += f", over the same {prepared.plan.num_microbatches} microbatches"
-    for text in result.left_out:
-        events("note", {"text": text})
-    events("note", {"text": f"{counted(len(result.losses), 'step')} compared with plain training: equal, {kind}"})
-    return len(result.losses)
-
-
-def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
-    """Return the key of a comparison in the file of earlier ones: everything that determines its result."""
-    plan = prepared.plan
-    stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
-    files = sorted((str(path), content) for path, content in users_files(plan.workload).items())
-    named = [(path, digest_of_file(Path(path))) for path in prepared.workload.files]
-    subject = digest((stages, files, named, versions(), plan.workload, prepared.profile.device.kind))
-    return " ".join(map(str, (subject, plan.digest, plan.num_microbatches, *options)))
 
 
 def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:

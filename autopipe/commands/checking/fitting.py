@@ -73,10 +73,10 @@ def need_of(prepared: Prepared, steps: int) -> Need:
     return Need(max(stages, plain), results, once * samples * _RUNS, autocast)
 
 
-def place_of(prepared: Prepared, need: Need) -> Place:
-    """Return where a comparison fits."""
+def place_of(prepared: Prepared, need: Need, beside: int = 0) -> Place:
+    """Return where a comparison fits. ``beside``: bytes of this host's memory that its ranks take meanwhile."""
     device = prepared.profile.device
-    host = int(_SHARE * available_bytes())
+    host = int(_SHARE * available_bytes()) - beside
     on_host = need.device_bytes + need.host_bytes
     if device.kind != "cuda":
         if on_host <= host:

@@ -29,7 +29,7 @@ from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.verify.check import staleness
-from autopipe.verify.reasons import why_another_order, why_not_bitwise
+from autopipe.verify.order import why_another_order, why_not_bitwise
 from autopipe.workload import Workload
 from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
 from autopipe.workload.batches.forms import form_of

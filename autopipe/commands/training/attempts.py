@@ -24,7 +24,8 @@ from typing import Any
 
 from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.causes import refusal_of_hooks
-from autopipe.commands.checking.checking import check_first, write_run
+from autopipe.commands.checking.checking import write_run
+from autopipe.commands.checking.first_steps import check_first
 from autopipe.commands.inspecting import history
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, PlanSettings, TrainSettings
@@ -56,6 +57,8 @@ from autopipe.workload.target.targets import elsewhere
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
 _MARGIN = 0.95
+# how long a failure waits for a comparison that may know its cause
+_CAUSE_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -87,8 +90,23 @@ class Attempts:
         """Launch attempts until the run is done or stopped. ``start``: the step to resume from, -1 for a new run.
 
         Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite;
-        AuditError for a step that differs from plain training, after moving the later checkpoints aside.
+        AuditError for a step that differs from plain training, after moving the later checkpoints aside; the error of
+        the comparison beside the ranks, after moving all of this run aside.
         """
+        first = self.listener.first_steps
+        try:
+            if first is not None:
+                first.begin(self.run)
+            self._follow(start)
+        except Exception as error:
+            if first is not None and error is first.error:
+                self._clear(start)
+            raise
+        finally:
+            if first is not None:
+                first.end()
+
+    def _follow(self, start: int) -> None:
         stop = StopRequest(self.stop_requested)
         if self.listener.observers is not None:
             self.listener.observers.ask = stop.ask
@@ -102,8 +120,7 @@ class Attempts:
                 self.listener.metrics.keep_before(max(start, 0))
                 try:
                     self._launch(stop if stoppable else None)
-                    if self.listener.auditor is not None and not self.listener.stopped:
-                        self.listener.auditor.finish(lambda: bool(stop.signal_name))
+                    self._finish_proofs(lambda: bool(stop.signal_name))
                     self.stopped_by = stop.signal_name
                     return
                 except AuditError as error:
@@ -116,6 +133,8 @@ class Attempts:
                     if not stop.signal_name and self._handle_other_data(start):
                         continue
                     if stop.signal_name or not self._may_restart(error):
+                        if self.listener.first_steps is not None:  # it may know the cause
+                            self.listener.first_steps.finish(lambda: bool(stop.signal_name), _CAUSE_SECONDS)
                         raise
                     start = self._restart(error)
                 finally:
@@ -123,6 +142,15 @@ class Attempts:
                         self.listener.auditor.end()
                     self.listener.metrics.close()
                     checkpoints.clear_unfinished(self.run.checkpoints)
+
+    def _finish_proofs(self, stopped: Callable[[], bool]) -> None:
+        """Wait for the comparison of the first steps and for audits, unless a stop is requested."""
+        if self.listener.stopped:
+            return
+        if self.listener.first_steps is not None:
+            self.listener.first_steps.finish(stopped)
+        if self.listener.auditor is not None:
+            self.listener.auditor.finish(stopped)
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan

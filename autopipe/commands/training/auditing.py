@@ -150,6 +150,7 @@ class Auditor:
     events: Events
     on_result: Callable[[AuditResult], None]  # takes each result
     elsewhere: str = ""  # see ``plain_step.audit``
+    waits: Callable[[], bool] = lambda: False  # whether no audit starts now: another comparison has its memory
     reported: set[str] = field(default_factory=set)  # the notes so far; each is reported once
     most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then skipped
     _deadline: float = 0.0
@@ -184,7 +185,7 @@ class Auditor:
                 self._files.clear()
                 log = self.run.path / "logs" / "audit.log"
                 self.left_out(f"its process did not end within {self.most_seconds:.0f} s; see {log}")
-        if self._worker is None and self._waiting:
+        if self._worker is None and self._waiting and not self.waits():
             self._start(*self._waiting.pop(0))
 
     def finish(self, stopped: Callable[[], bool]) -> None:

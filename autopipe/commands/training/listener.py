@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from autopipe.commands.checking.first_steps import FirstSteps
 from autopipe.commands.metrics.files import MetricsFiles
 from autopipe.commands.metrics.observers import Observers
 from autopipe.commands.settings import Events
@@ -68,6 +69,7 @@ class Listener:
     run: RunDirectory
     events: Events
     world_size: int
+    first_steps: FirstSteps | None = None  # None: they are not compared
     losses: dict[int, float] = field(default_factory=dict)  # by step; of a repeated step, the last one
     reached: int = 0  # steps done in the latest attempt
     samples: int = 0
@@ -108,6 +110,11 @@ class Listener:
         self.counted = 0
         self.other_data = None
 
+    @property
+    def compared(self) -> int:
+        """How many of the first steps are proven to equal plain training."""
+        return self.first_steps.steps if self.first_steps is not None else 0
+
     def done(self, start: int) -> int:
         """Return the steps done, of a run that began after step ``start``; -1 for a new one."""
         return max(self.losses, default=max(start, 0) - 1) + 1
@@ -126,6 +133,8 @@ class Listener:
     def _tick(self, event: Mapping[str, Any]) -> None:
         states = [f"waits in {activity}" if waiting else activity for activity, waiting in event["ranks"]]
         self.events("ranks", {"states": states})
+        if self.first_steps is not None:
+            self.first_steps.poll()
         if self.auditor is not None:
             self.auditor.poll()
         if self.observers is not None:

@@ -43,6 +43,7 @@ from autopipe.runtime.batches.unseen_forms import OTHER_LAYERS, OneBatch, other_
 from autopipe.trace import capture
 from autopipe.workload.batches.digests import digest_of
 from autopipe.workload.batches.forms import form_of
+from autopipe.workload.model.size_limits import build_within_memory
 
 # how many minibatches are read: LEAST, and until there are MOST, or as many forms, or the seconds are over
 LEAST_MINIBATCHES, MOST_MINIBATCHES, MOST_SECONDS = 3, 64, 1.0
@@ -177,6 +178,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
         batch = OneBatch(prepared.workload, part)
         captured = capture(
             batch,  # type: ignore[arg-type]  # a workload in all but its examples
+            model=build_within_memory(prepared.workload),
             allow_data_dependent=prepared.allow_data_dependent,
         )
         captured = described_on(prepared.profile.device.kind, captured, batch)  # type: ignore[arg-type]

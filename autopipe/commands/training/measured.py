@@ -73,6 +73,7 @@ def write_speed(run: RunDirectory, listener: Listener, attempts: Attempts, secon
         threads=prepared.profile.device.threads if here else 0,
         cores=usable_cores(),
         others=listener.load.of_others(sum(row["cpu"] for row in spent)),
+        compared=listener.first_steps is not None and listener.first_steps.beside,
     )
     artifact.save(speed, run.speed)
     return speed

@@ -14,7 +14,8 @@ import torch
 
 from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.checking.causes import refusal_of_hooks
-from autopipe.commands.checking.checking import check, check_first, write_run
+from autopipe.commands.checking.checking import check, write_run
+from autopipe.commands.checking.first_steps import FirstSteps
 from autopipe.commands.evaluation import refuse_impossible
 from autopipe.commands.exporting import export
 from autopipe.commands.inspecting import history
@@ -51,6 +52,7 @@ from autopipe.verify.restorable import prove_restorable
 from autopipe.workers.fork_server import preload
 
 MOST_STEPS = 2**31 - 1
+_EVALUATE_LATER = "omit --eval-every; after training, run autopipe export and evaluate the model itself"
 
 
 def train(
@@ -104,8 +106,7 @@ def train(
             if settings.compile:
                 refuse_uncompilable(prepared.plan)
             if settings.evaluate_every:
-                remedy = "omit --eval-every; after training, run autopipe export and evaluate the model itself"
-                refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
+                refuse_impossible(prepared.workload, prepared.evaluation_note, None, _EVALUATE_LATER)
             if source is not None:
                 refuse_lacking_version(source, prepared.plan, prepared.graph)
                 for note in refuse_other_training(settings, prepared, source):
@@ -117,23 +118,37 @@ def train(
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
-            compared = _compared(settings, prepared, preparation)
+            comparison = _first_steps(settings, prepared, preparation)
             preparation.explain()
             path = path or _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start, run=RunDirectory(path)), prepared)
         observers.loggers = begin_loggers(settings.log, run, start, prepared.plan)
-        result = _launch(settings, prepared, run, start, events, observers, rendezvous, stop)
-        return auditing.with_proofs(result, compared - max(start, 0), requested=requested)
+        listener = _listener(settings, prepared, run, events, comparison)
+        result = _launch(settings, prepared, run, start, listener, observers, rendezvous, stop)
+        return auditing.with_proofs(result, listener.compared - max(start, 0), requested=requested)
 
 
-def _compared(settings: TrainSettings, prepared: Prepared, events: Events) -> int:
-    """Compare the first steps, unless the settings say not to; return how many are proven. Refuse impossible hooks."""
+def _listener(
+    settings: TrainSettings, prepared: Prepared, run: RunDirectory, events: Events, comparison: FirstSteps | None
+) -> Listener:
+    listener = Listener(run, events, prepared.plan.num_processes, comparison)
+    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
+    listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
+    if comparison is not None:
+        listener.auditor.waits = lambda: comparison.running
+    return listener
+
+
+def _first_steps(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps | None:
+    """Compare the first steps, unless that is done beside the ranks, or the settings say not to: then None."""
     if settings.check_first:
-        return check_first(settings, prepared, events)
+        first = FirstSteps.of(settings, prepared, events)
+        first.compare()
+        return first
     if refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
-        raise refusal  # check_first would have raised it
-    return 0
+        raise refusal  # the comparison would have raised it
+    return None
 
 
 def _observers(settings: TrainSettings, prepared: Prepared, events: Events) -> Observers:
@@ -250,27 +265,23 @@ def _launch(
     prepared: Prepared,
     run: RunDirectory,
     start: int,
-    events: Events,
+    listener: Listener,
     observers: Observers,
     rendezvous: Rendezvous | None,
     stop: Callable[[], bool] | None,
 ) -> TrainResult:
-    world = prepared.plan.num_processes
-    listener = Listener(run, events, world)
-    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
-    listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
+    listener.observers = observers
     attempts = Attempts(
         settings,
         prepared,
         run,
         listener,
-        events,
+        listener.events,
         partial(_job, run=run),
         rendezvous,
         stop,
     )
-    listener.observers = observers
-    begun = history.Begun(attempts.steps, max(start, 0), world, prepared.plan.schedule)
+    begun = history.Begun(attempts.steps, max(start, 0), listener.world_size, prepared.plan.schedule)
     with history.recorded(run, begun, lambda: (listener.done(start), listener.stopped)):
         try:
             attempts.follow(start)

@@ -1,4 +1,7 @@
-"""The description of a host before ranks start there. No torch: its version is that of the installed package."""
+"""The description of a host before ranks start there, and the result of a check of it.
+
+No torch: its version is that of the installed package.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import platform
 import shutil
 import socket
 import subprocess
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -18,6 +22,17 @@ from autopipe.units import MIB
 
 _SMI = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
 _SMI_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check before a run, and the fix for a problem."""
+
+    name: str
+    state: str  # ok, note (nothing has to be done), or problem
+    detail: str = field(metadata={"key": "found"})  # under this key in the document of ``doctor``
+    fix: str = ""  # for a problem
+    host: str = ""  # "": this machine
 
 
 def collect(*, devices: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from autopipe import __version__
 from autopipe.errors import RunError
 from autopipe.launch.remote import network, protocol
-from autopipe.launch.remote.finding import Finding
+from autopipe.launch.remote.host_description import Finding
 from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.remote.ssh_peers import SshPeers, first_question
 from autopipe.launch.request import LaunchSettings

@@ -46,7 +46,8 @@ def build_stages(
 
     Only the parameters of these stages take memory. Exceptions are a model of less than ``WORTH_BYTES`` of other
     parameters, and one that cannot be built so: then ``on_complete_build(reason=...)`` is called, and all parameters
-    are built. ``initial``: the values of a complete build; None or no digests: build all parameters.
+    are built. ``initial``: the values of a complete build, or only the numbers of its parameters, where the command
+    could not build the model; None: build all parameters.
 
     Raises: RunError if a complete build has other values, too, and both builds ran under equal conditions.
     """
@@ -56,7 +57,7 @@ def build_stages(
         stages = _filled(classes, workload, constants, weights, graph, initial)
         if stages is not None:
             return stages
-    elif initial.digests:
+    elif initial.numbers:
         try:
             stages = _of_a_part(classes, workload, constants, graph, initial)
         except (AutopipeError, NotDivisibleError) as error:
@@ -169,7 +170,7 @@ def _of_a_part(
     """
     sizes = {name: spec.num_bytes({}) for name, spec in graph.parameters.items()}
     modules = tuple(f"{path}." for cls in classes for path in (*cls.MODULES, *cls.SPARE))
-    single = {name for cls in classes for name in cls.PARAMETERS}
+    single = {name for cls in classes for name in (*cls.PARAMETERS, *cls.BUFFERS)}
     names = [name for name in initial.numbers if name in single or name.startswith(modules)]
     own = {graph.aliases.get(name, name) for name in names}
     if sum(size for name, size in sizes.items() if name not in own) < partial.WORTH_BYTES:
@@ -177,9 +178,16 @@ def _of_a_part(
     wanted = frozenset(initial.numbers[name] for name in names)
     if -1 in wanted:
         raise NotDivisibleError("a parameter of the model was not registered by register_parameter")
+
+    def build() -> nn.Module:
+        part = PartialBuild(wanted)
+        model = workload.build_model(part=part)
+        part.refuse_derived(model, lambda name, _: name in single or name.startswith(modules))
+        return model
+
     with exclusive():
-        stages = adopt_all(classes, lambda: workload.build_model(part=PartialBuild(wanted)), constants)
-    for name in _differing(stages, initial):
+        stages = adopt_all(classes, build, constants)
+    for name in _differing(stages, initial) if initial.digests else ():
         raise NotDivisibleError(f"built without the other parameters, {name} has other initial values")
     return stages
 

@@ -87,17 +87,26 @@ class Saver:
         saver._initial = self._initial
         return saver
 
-    def save(self, manifest: Manifest, stepper: Stepper, places: Mapping[int, int], *, pinned: bool = False) -> None:
+    def save(
+        self,
+        manifest: Manifest,
+        stepper: Stepper,
+        places: Mapping[int, int],
+        *,
+        pinned: bool = False,
+        last: bool = False,
+    ) -> None:
         """Copy the state of some stages into the buffers of the previous checkpoint, and start to write it.
 
-        ``places``: which of the processes of each of these stages this one is.
+        ``places``: which of the processes of each of these stages this one is. ``last``: nothing changes the state
+        before it is written, so that what is on the CPU is not copied.
 
         Raises: the failure of the previous checkpoint; RunError for a state that a checkpoint cannot hold.
         """
         self.wait()
-        self.write(manifest, [self._part(stepper, stage, place, pinned) for stage, place in places.items()])
+        self.write(manifest, [self._part(stepper, stage, place, pinned, last) for stage, place in places.items()])
 
-    def _part(self, stepper: Stepper, stage: int, place: int, pinned: bool) -> Part:
+    def _part(self, stepper: Stepper, stage: int, place: int, pinned: bool, last: bool) -> Part:
         """Sum what this process has of a stage, and copy what it writes."""
         runner, training = stepper.runners[stage], stepper.training(stage)
         code = runner.stage
@@ -139,7 +148,7 @@ class Saver:
         }
         return Part(
             stage,
-            self._copied(stage, written, pinned) if place < writers else None,
+            self._copied(stage, written, pinned, last) if place < writers else None,
             training_state if member == 0 and (sharded or replica == 0) else StageState(),
             ties,
             slices,
@@ -150,10 +159,10 @@ class Saver:
             compared=compared,
         )
 
-    def _copied(self, stage: int, tensors: Mapping[str, torch.Tensor], pinned: bool) -> Snapshot:
+    def _copied(self, stage: int, tensors: Mapping[str, torch.Tensor], pinned: bool, last: bool) -> Snapshot:
         """Copy the tensors of a stage into the buffer of its previous checkpoint."""
         snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
-        snapshot.take(tensors)
+        snapshot.take(tensors, change=not last)
         if snapshot.refusal:
             self._refusals.setdefault(snapshot.refusal, False)
         return snapshot

@@ -47,18 +47,25 @@ class Snapshot:
         snapshot.take(tensors)
         return snapshot
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def take(self, tensors: Mapping[str, torch.Tensor], *, change: bool = True) -> None:
         """Copy the tensors, each in the order of its dimensions, and overwrite the previous copy.
+
+        ``change``: they may change before they are written; else those of the CPU are not copied.
 
         Raises: ArtifactError for a dtype that the format does not support.
         """
         self.names = tuple(sorted(tensors))
         tensors = sparse.encoded(tensors)
-        places: dict[str, tuple[int, int]] = {}
-        end = 0
         for name, tensor in tensors.items():
             if tensor.dtype not in _TYPES.values():
                 raise ArtifactError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+        unchanged = {} if change else _separate_on_host(tensors)
+        self._copy({name: tensor for name, tensor in tensors.items() if name not in unchanged})
+        self._copies.update(unchanged)
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        places, end = dict[str, tuple[int, int]](), 0
+        for name, tensor in tensors.items():
             begin = end + -end % _ALIGNMENT
             end = begin + tensor.numel() * tensor.element_size()
             places[name] = begin, end
@@ -89,3 +96,18 @@ class Snapshot:
         path.chmod(mode)  # safetensors writes files that only their owner can read
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def _separate_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the CPU that lie in the order of their dimensions, and share no memory with another one."""
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    alone = (names[0] for names in by_memory.values() if len(names) == 1)
+    return {
+        name: tensors[name].detach()
+        for name in alone
+        if tensors[name].device.type == "cpu"
+        and tensors[name].is_contiguous()
+        and not (tensors[name].is_conj() or tensors[name].is_neg())  # bits that say how to read the memory
+    }

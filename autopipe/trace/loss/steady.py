@@ -2,12 +2,13 @@
 
 Random operations give every sample the same numbers, layers with batch statistics use those of the complete batch, and
 the weights are moved away from their initial values: the loss of a new classifier is near the logarithm of the number
-of its classes, however it is averaged. Everything is restored bit for bit.
+of its classes, however it is averaged. Everything is restored bit for bit. The gradients of placeholders are folded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from autopipe import sparse
 from autopipe.draws import Draws, flat_checkpoints, is_random
@@ -24,12 +26,14 @@ from autopipe.ir.graph import Graph
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
+from autopipe.workload.model.placeholders import is_placeholder
 
 _COARSE = (torch.bfloat16, torch.float16)
 _AWAY = 0.1  # shift of the weights, relative to a tensor's root mean square
 _SMALL = 0.02  # used in place of the root mean square of a tensor of zeros
 _PATTERN = 4093  # length; a prime number, so that no two rows of a weight are equal
 _NORMAL = 0.37  # common result of every normal draw
+_WIDTH = 4093  # numbers of a folded gradient; a prime number, so that no two rows of a weight fall on the same ones
 
 
 class SameDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotation for its __init_subclass__
@@ -97,10 +101,13 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
 
 
 def _move(model: nn.Module) -> None:
-    """Move the weights by a repeated pattern: a random number for each weight would take longer than a forward."""
+    """Move the weights by a repeated pattern: a random number for each weight would take longer than a forward.
+
+    What is trained is a real or a complex tensor. Placeholders have random numbers.
+    """
     pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # so it is a real or a complex tensor
+        if not parameter.requires_grad or is_placeholder(parameter):
             continue
         now = parameter.data
         wide = torch.complex128 if now.is_complex() else torch.float64  # where squares do not overflow
@@ -132,23 +139,84 @@ def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
         layer.training = False
 
 
+def folded(gradient: Tensor) -> Tensor:
+    """Return sums of a gradient: row by row of 4,093 elements, each row with a random sign. It is linear.
+
+    A difference between two gradients shows in the sums as large, relative to them, as in the elements, but for a
+    factor near 1 (the count sketch of Charikar, Chen and Farach-Colton, 2002, section 3).
+    """
+    flat = (gradient.to_dense() if gradient.layout is not torch.strided else gradient).flatten()
+    flat = flat if flat.dtype in (torch.float64, torch.complex64, torch.complex128) else flat.float()
+    num_rows = flat.numel() // _WIDTH
+    sums = flat[num_rows * _WIDTH :]
+    if not num_rows:
+        return sums.clone()
+    signs = _signs(num_rows).to(flat)
+    total = signs @ flat[: num_rows * _WIDTH].view(num_rows, _WIDTH)
+    total[: sums.numel()] += sums
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(count: int) -> Tensor:
+    return torch.randint(2, (count,), generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+class Gradients:
+    """Collects what backwards within ``with`` add to the gradients of a model, which has none before and after.
+
+    The gradient of a placeholder is folded and freed as soon as it is complete.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._folded: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Gradients:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+            if is_placeholder(parameter) and parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._fold)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _fold(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            sums = folded(parameter.grad)
+            before = self._folded.get(id(parameter))
+            self._folded[id(parameter)] = sums if before is None else before + sums
+            parameter.grad = None
+
+    def taken(self) -> dict[str, Tensor | None]:
+        """Return the gradient of each parameter by its name, and remove it from the parameter."""
+        gradients: dict[str, Tensor | None] = {}
+        for name, parameter in self._model.named_parameters():
+            gradients[name] = self._folded.get(id(parameter)) if is_placeholder(parameter) else parameter.grad
+            parameter.grad = None
+        return gradients
+
+
 def gradients_of(
     workload: Workload, model: nn.Module, parts: Sequence[Item], factors: Sequence[float]
 ) -> dict[str, Tensor]:
     """Return the gradients of the weighted sum of the parts' losses. A weight that the loss returns has priority."""
-    for parameter in model.parameters():
-        parameter.grad = None
     weights = 0.0
-    for part, factor in zip(parts, factors, strict=True):
-        with flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
-            loss, weight = workload.loss(model, copied_item(part))
-        weights += 0.0 if weight is None else float(weight.detach())
-        if loss.requires_grad and (weight is not None or factor):
-            torch.autograd.backward(loss * (factor if weight is None else weight.detach()))
+    with Gradients(model) as gradients:
+        for part, factor in zip(parts, factors, strict=True):
+            with flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
+                loss, weight = workload.loss(model, copied_item(part))
+            weights += 0.0 if weight is None else float(weight.detach())
+            if loss.requires_grad and (weight is not None or factor):
+                torch.autograd.backward(loss * (factor if weight is None else weight.detach()))
     return {
-        name: sparse.wide(parameter.grad.detach()).cpu() / (weights or 1.0)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
+        name: sparse.wide(gradient.detach()).cpu() / (weights or 1.0)
+        for name, gradient in gradients.taken().items()
+        if gradient is not None
     }
 
 

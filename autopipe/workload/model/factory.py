@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.draws import exclusive
 from autopipe.errors import ModelFileError, counted
@@ -21,46 +17,7 @@ from autopipe.workload.model.building import Builder, forward_names
 from autopipe.workload.model.digests import initial_values
 from autopipe.workload.model.partial import ZeroedMemory
 
-# Build a model without memory for its parameters, whose values are loaded from a file afterwards.
-#
-# Each parameter is allocated and then replaced by one on the ``meta`` device, so that at most the parameters of one
-# module exist at a time. Buffers stay real: the build computes tables and masks, and files do not contain
-# non-persistent buffers.
-#
-# The initialization of a parameter on ``meta`` draws no random numbers, so a *random* buffer differs from that of a
-# real build. ``shifted`` reveals such buffers: it draws extra numbers with every parameter, and only they change.
-#
-# Source: the idea of ``init_empty_weights`` of Hugging Face accelerate. Unlike there, tied parameters stay tied.
-
 _SHOWN = 3  # modules that a note names
-
-
-@contextlib.contextmanager
-def parameters_without_memory(*, shifted: bool = False) -> Iterator[None]:
-    """Register every parameter of modules of this thread on the ``meta`` device.
-
-    One thread at a time may be in the block; other threads are not affected.
-    """
-    register = nn.Module.register_parameter
-    replaced = WeakTensorKeyDictionary()
-    builder = threading.get_ident()
-
-    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        other_thread = threading.get_ident() != builder
-        if other_thread or parameter is None or parameter.is_meta or type(parameter) is not nn.Parameter:
-            register(module, name, parameter)
-            return
-        if shifted:
-            torch.rand(3)
-        if parameter not in replaced:
-            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, replaced[parameter])
-
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class ModelFactory:
@@ -78,14 +35,16 @@ class ModelFactory:
     ) -> nn.Module:
         """Build the model with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
-        ``empty``: allocate no memory for the parameters, which are loaded from a file later. ``shifted``: draw extra
-        random numbers meanwhile; see ``workload.model.factory``. ``part``: allocate only some of the parameters.
+        ``empty``: allocate no memory for the parameters. Each of them is allocated and then replaced by one on the
+        ``meta`` device, so that at most the parameters of one module exist at a time; tied parameters stay tied.
+        Buffers stay real: the build computes tables and masks. No random numbers are drawn for parameters, so a
+        *random* buffer differs from that of a complete build: ``shifted`` reveals such buffers. ``part``: allocate
+        only some of the parameters.
 
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """
-        build = partial.PartialBuild() if part is None else part
-        registering = parameters_without_memory(shifted=shifted) if empty else build.active()
-        with seeded(self._seed), registering, ZeroedMemory(untouched=empty or part is not None) as memory:
+        build = partial.PartialBuild(empty=empty, shifted=shifted) if part is None else part
+        with seeded(self._seed), build.active(), ZeroedMemory(untouched=not build.is_complete) as memory:
             model = self.builder.build()
             uninitialized = memory.note(model)
             self.forward_names = forward_names(model)
@@ -93,8 +52,10 @@ class ModelFactory:
             self.notes = tuple(filter(None, (modes, uninitialized)))
             original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
             self._own_loss.attach(model, original)
-            if part is None and not empty and not self.initial.digests:
+            if build.is_complete and not self.initial.digests:
                 self.initial = initial_values(model, build.numbers(model))
+            elif not self.initial.numbers:
+                self.initial = InitialValues(numbers=build.numbers(model))
         return model
 
     @functools.cached_property

@@ -1,16 +1,15 @@
 """Build a model with memory for some of its parameters only, and the same initial weights as a complete build.
 
-A complete build numbers the parameters in the order of their registration. A build in part places those that are not
-wanted on the ``meta`` device as they are registered. Their initialization must still draw its random numbers, because
-all parameters share one generator: a random operation on such a parameter runs on temporary memory of its shape, which
-is freed at once. The peak is the wanted parameters and the largest other one.
+The parameters are numbered in the order of their registration. A build in part replaces those that are not wanted by
+placeholders as they are registered (``workload.model.placeholders``). Their initialization runs as in a complete build,
+and draws the same random numbers, because all parameters share one generator; what it writes is lost. The peak is the
+wanted parameters and twice the largest other one. An ``empty`` build places every parameter on the ``meta`` device,
+where no random numbers are drawn.
 
-A build that cannot be divided so raises ``NotDivisibleError``: a wanted parameter is computed from another one, or is
-a copy of one (``copy.deepcopy``), or the model reads the values of a parameter.
-
-Other initializations draw fewer numbers for a parameter on ``meta``: a function of ``nn.init`` that was imported by its
-name, or a distribution whose draws depend on values. So the caller compares what was built with the digests of a
-complete build (``workload.model.digests``), and builds completely if they differ.
+What is computed from the content of placeholders is followed through the build. A build that cannot be divided raises
+``NotDivisibleError``: a tensor of the wanted part is computed from a placeholder, is a copy of one (``copy.deepcopy``),
+or the build reads numbers from one. Where a complete build is possible, the caller also
+compares what was built with its digests (``workload.model.digests``).
 
 ``ZeroedMemory`` is memory that a build allocates and never writes: ``nn.Parameter(torch.empty(n))`` without
 initializer. Its values are arbitrary, so two builds with one seed differ, and some contain NaN. Here it is filled with
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,20 +28,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopipe import sparse
+from autopipe.draws import is_random
+from autopipe.workload.model.placeholders import SharedPages, make_placeholder, new_pages
 
 WORTH_BYTES = 256 << 20
 """A rank builds only its own parameters if the others take at least this much: a build may have to be repeated."""
 
 # random operations that draw as many numbers for any values of their operands
-_COUNTED = frozenset(
-    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
-    | {"rand_like", "randn_like", "randint_like"}
-)
-# initializers that do nothing to a tensor on ``meta``, not even draw numbers
-_SKIPPING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
+_IN_PLACE = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+_COUNTED = frozenset(_IN_PLACE | {"rand_like", "randn_like", "randint_like"})
+# operations that write every element of their first operand, and do not read it
+_REPLACING = frozenset(_IN_PLACE | {"copy_", "fill_", "zero_"})
+# methods and functions that read memory without an operation
+_READERS = ("numpy", "__array__", "__dlpack__", "tolist")
+_FROM_NUMBERS = ("tensor", "as_tensor", "asarray")
 
 _EMPTY = {
     torch.ops.aten.empty,
@@ -54,6 +58,7 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided,
 }
 
+_own_pages: dict[int, StorageWeakRef] = {}  # storages on pages of ``_place_in_new_pages``
 _PAGES_FROM = 1 << 20  # bytes; smaller tensors are written, because a process may have only so many mappings
 
 
@@ -64,15 +69,22 @@ class NotDivisibleError(RuntimeError):
 class PartialBuild:
     """The parameters of one build, in the order of their registration, and which of them are wanted.
 
-    ``wanted``: their numbers, from a complete build; None in that build, which gives memory to every parameter.
+    ``wanted``: their numbers, from an earlier build; None: all. ``empty``: place every parameter on the meta device.
+    ``shifted``: draw extra random numbers with every parameter: only random buffers then change in an empty build.
     """
 
-    def __init__(self, wanted: frozenset[int] | None = None) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: frozenset[int] | None = None, *, empty: bool = False, shifted: bool = False) -> None:
+        self._wanted, self._empty, self._shifted = wanted, empty, shifted
         self._count = 0
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
         self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
-        self._draws = _Draws()
+        self._pages = SharedPages()
+        self._derived = _Derived()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter has memory of its own."""
+        return self._wanted is None and not self._empty
 
     def numbers(self, model: nn.Module) -> dict[str, int]:
         """Return the number of each parameter, by all its names: its position in the order of registration, from 0.
@@ -96,22 +108,34 @@ class PartialBuild:
 
         nn.Module.register_parameter = register_part  # type: ignore[method-assign, assignment]
         try:
-            if self._wanted is None:
+            with contextlib.nullcontext() if self._wanted is None else self._derived.followed():
                 yield
-            else:
-                with _initializers_that_draw(), self._draws:
-                    yield
         except Exception as error:
-            if self._draws.refused:
-                raise NotDivisibleError(self._draws.refused) from error
+            if self._derived.refused:
+                raise NotDivisibleError(self._derived.refused) from error
             raise
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
-        if self._draws.refused:
-            raise NotDivisibleError(self._draws.refused)
+        if self._derived.refused:
+            raise NotDivisibleError(self._derived.refused)
+
+    def refuse_derived(self, model: nn.Module, is_own: Callable[[str, Tensor], bool]) -> None:
+        """Raise NotDivisibleError if the content of one of these tensors of a model depends on a placeholder's.
+
+        ``is_own``: takes the name of a parameter, a buffer, or an attribute of a module, and the tensor.
+        """
+        for path, module in model.named_modules():
+            others = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules")}
+            buffers = others.pop("_buffers")
+            for name, tensor in (*module._parameters.items(), *buffers.items(), *_tensors_in(others)):
+                whole_name = f"{path}.{name}".removeprefix(".")
+                if tensor is None or not is_own(whole_name, tensor):
+                    continue
+                if self._derived.depends(tensor):
+                    raise NotDivisibleError(f"{whole_name} depends on a parameter that has no memory here")
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter to register: itself, or one on ``meta`` in its place."""
+        """Return the parameter to register: itself, or one without memory of its own."""
         if parameter in self._numbers:
             return parameter
         if parameter in self._replaced:
@@ -119,80 +143,171 @@ class PartialBuild:
         if type(parameter) is not nn.Parameter:
             return parameter
         part = parameter
-        if not parameter.is_meta and self._wanted is not None and self._count not in self._wanted:
+        if self._shifted:
+            torch.rand(3)
+        if self._empty and not parameter.is_meta:
             part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._replaced[parameter] = part
+        elif self._wanted is not None and self._count not in self._wanted and self._derived.can_share(parameter):
+            self._derived.lose(parameter)  # what else uses its memory
+            make_placeholder(parameter, self._pages)
+            self._derived.add_placeholder(parameter)
         self._numbers[part] = self._count
         self._count += 1
         return part
 
 
-@contextlib.contextmanager
-def _initializers_that_draw() -> Iterator[None]:
-    """Let the initializers in ``_SKIPPING`` draw the numbers for a tensor on ``meta``, too."""
-    originals = {name: getattr(nn.init, name) for name in _SKIPPING if hasattr(nn.init, name)}
-
-    def drawing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not tensor.is_meta:
-                return original(tensor, *args, **kwargs)
-            original(_memory_like(tensor), *args, **kwargs)
-            return tensor
-
-        return initialize
-
-    for name, original in originals.items():
-        setattr(nn.init, name, drawing(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
+def _tensors_in(attributes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among attributes, with the name of the attribute."""
+    for name, value in attributes.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield name, leaf
 
 
-def _memory_like(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory, of the form of one on ``meta``.
+class _Derived:
+    """The memory of placeholders, and all memory whose content is computed from a lost content of theirs.
 
-    A large one gets pages of its own, which the system gets back: a heap would keep them between smaller objects.
+    A placeholder has its own content from an operation that writes all of it until another placeholder is written:
+    an initializer may read what it has just drawn.
     """
-    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    if memory.nbytes >= _PAGES_FROM:
-        _place_in_new_pages(memory)
-    return memory
-
-
-class _Draws(TorchDispatchMode):
-    """Lets random operations on ``meta`` tensors draw their numbers, and refuses values that come from such tensors."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.refused = ""  # also if the user's code catches the exception
+        self._placeholders: dict[int, StorageWeakRef] = {}
+        self._computed: dict[int, StorageWeakRef] = {}
+        self._current: int | None = None  # the placeholder that has its own content
+
+    def add_placeholder(self, parameter: nn.Parameter) -> None:
+        """Add a placeholder."""
+        _add_to(self._placeholders, parameter)
+
+    def is_of_placeholder(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a placeholder or a view of one."""
+        return tensor.layout is torch.strided and _is_in(tensor, self._placeholders)
+
+    def can_share(self, parameter: nn.Parameter) -> bool:
+        """Return whether only tensors can use the memory of a parameter, and not numpy or another owner."""
+        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+            return False
+        own = parameter.untyped_storage().resizable() or _is_in(parameter, _own_pages)
+        return own or _is_in(parameter, self._placeholders)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether the content of a tensor is not that of a complete build."""
+        if self.is_of_placeholder(tensor):
+            return bool(tensor.untyped_storage()._cdata != self._current)
+        return any(_is_in(part, self._computed) for part in sparse.stored(tensor))
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Return whether the content of a tensor is not that of a complete build, or may cease to be."""
+        return self.is_of_placeholder(tensor) or self.has(tensor)
+
+    def lose(self, tensor: Tensor) -> None:
+        """Note that the content of a tensor and of what shares its memory is not that of a complete build any more."""
+        for part in sparse.stored(tensor):
+            _add_to(self._computed, part)
+
+    def write(self, tensor: Tensor, *, replaced: bool, computed: bool) -> None:
+        """Note that an operation has written a tensor.
+
+        ``replaced``: all of it, whatever it contained. ``computed``: from a content that is lost.
+        """
+        if self.is_of_placeholder(tensor):
+            storage = tensor.untyped_storage()
+            if replaced and not computed and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+                self._current = storage._cdata
+            elif computed or storage._cdata != self._current:
+                self._current = None
+        elif computed:
+            self.lose(tensor)
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what the operations in this block compute from placeholders. One thread at a time."""
+        pickled = torch.Tensor._reduce_ex_internal
+
+        def refused(tensor: Tensor, protocol: Any) -> Any:
+            if self.depends(tensor):
+                raise self.refuse("pickle")
+            return pickled(tensor, protocol)  # type: ignore[no-untyped-call]  # untyped in torch
+
+        torch.Tensor._reduce_ex_internal = refused  # type: ignore[method-assign]
+        try:
+            with _Operations(self), _Reads(self):
+                yield
+        finally:
+            torch.Tensor._reduce_ex_internal = pickled  # type: ignore[method-assign]
+
+    def refuse(self, name: str) -> NotDivisibleError:
+        """Return the error for a number that the build reads."""
+        self.refused = f"{name} reads a parameter that has no memory here"
+        return NotDivisibleError(self.refused)
+
+
+def _add_to(storages: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _is_in(tensor: Tensor, storages: dict[int, StorageWeakRef]) -> bool:
+    reference = storages.get(tensor.untyped_storage()._cdata)
+    return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what operations write, and refuses those that give numbers, or draw, by a content that is lost."""
+
+    def __init__(self, derived: _Derived) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._derived = derived
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation."""
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = func._schema.name.rpartition("::")[2]
-        if not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)
-        if name in _COUNTED and len(tensors) == 1:
-            (tensor,) = tensors
-            drawn = func(_memory_like(tensor), *args[1:], **kwargs)
-            return tensor if name.endswith("_") else torch.empty_like(drawn, device="meta")
-        targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written(func)]
-        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in pytree.tree_leaves(targets)):
-            raise self._refusal(f"{name} computes a tensor from a parameter that has no memory here")
-        try:
-            return func(*args, **kwargs)
-        except Exception:  # such as .item()
-            self.refused = self.refused or f"{name} reads a parameter that has no memory here"
-            raise
+        targets = [args[at] if at < len(args) else kwargs.get(key) for at, key in written(func)]
+        replaced = name in _REPLACING
+        creates = name.startswith("new_") or name.endswith("_like") or func._overloadpacket in _EMPTY
+        form_only = replaced or creates  # of the first operand
+        read = pytree.tree_leaves((args[1:] if form_only else args, kwargs))
+        computed = any(isinstance(leaf, Tensor) and self._derived.has(leaf) for leaf in read)
+        draws = is_random(func, args, kwargs) and name not in _COUNTED
+        if computed and (draws or torch.Tag.dynamic_output_shape in func.tags):
+            raise self._derived.refuse(name)
+        result = func(*args, **kwargs)
+        results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
+        if computed and not all(isinstance(leaf, Tensor) for leaf in results):  # such as of item()
+            raise self._derived.refuse(name)
+        for leaf in pytree.tree_leaves(targets):
+            if isinstance(leaf, Tensor):
+                self._derived.write(leaf, replaced=replaced, computed=computed)
+        if computed:
+            for leaf in results:
+                if not self._derived.is_of_placeholder(leaf):
+                    self._derived.write(leaf, replaced=False, computed=True)
+        return result
 
-    def _refusal(self, what: str) -> NotDivisibleError:
-        self.refused = what
-        return NotDivisibleError(what)
+
+class _Reads(TorchFunctionMode):
+    """Refuses methods that give access to the memory of a placeholder without an operation."""
+
+    def __init__(self, derived: _Derived) -> None:
+        super().__init__()
+        self._derived = derived
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        name = getattr(func, "__name__", "")
+        read = args[:1] if name in _READERS else pytree.tree_leaves((args, kwargs)) if name in _FROM_NUMBERS else ()
+        for tensor in read:
+            if isinstance(tensor, Tensor) and self._derived.depends(tensor):
+                raise self._derived.refuse(name)
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -229,8 +344,7 @@ class ZeroedMemory(TorchDispatchMode):
                     _place_in_new_pages(result)
                 elif not result.is_meta:
                     result.zero_()
-                storage = result.untyped_storage()
-                self._unwritten[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                _add_to(self._unwritten, result)
             return result
         for position, name in written(func):
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
@@ -260,6 +374,9 @@ class ZeroedMemory(TorchDispatchMode):
 
 def _place_in_new_pages(tensor: torch.Tensor) -> None:
     """Give a new tensor memory that was never written, which contains zeros."""
-    pages = mmap.mmap(-1, tensor.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    num_bytes = tensor.untyped_storage().nbytes()
+    storage = torch.frombuffer(new_pages(num_bytes), dtype=torch.uint8, count=num_bytes).untyped_storage()
     tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    for key in [key for key, reference in _own_pages.items() if reference.expired()]:  # type: ignore[no-untyped-call]
+        del _own_pages[key]
+    _add_to(_own_pages, tensor)

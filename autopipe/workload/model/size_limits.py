@@ -1,7 +1,7 @@
 """Determine the size of a model before its weights are allocated, and stop a build that exceeds the memory.
 
-A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated
-without memory for them (``empty``) to determine the size of the model; if it fits, it is built a second time.
+A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated with
+placeholders (``workload.model.placeholders``), and the ranks build the parameters that they train.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.units import in_bytes, in_gib
+from autopipe.workload.model.partial import NotDivisibleError, PartialBuild
+from autopipe.workload.model.placeholders import has_placeholders, is_placeholder, randomize_placeholders
 from autopipe.workload.workload import Workload
 
-FIRST_BYTES = 1 << 30
+FIRST_BYTES = 512 << 20
 _TO_VERIFY = 3  # moved weights, and the gradients of the model and of its graph
 
 
@@ -34,26 +36,30 @@ class _TooManyBytes(BaseException):
     """The parameters exceed the limit. Not an ``Exception``, so that the user's code does not catch it."""
 
 
-def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.Module:
-    """Build the model. ``verify``: it will be verified, which needs moved weights and two gradients of each parameter.
+def build_within_memory(workload: Workload, *, whole: bool = False, remedy: str = "") -> nn.Module:
+    """Build the model, with placeholders for its parameters if it is large; so it can be captured and verified.
 
-    Raises: TooLargeError with the size of the model and the available memory, ModelFileError if it cannot be built
-    without memory, both before more than a small part of it is allocated; any exception of the user's code.
+    ``whole``: the model will be trained on this host, so that it must fit. A large model that reads a parameter while
+    it is built, or keeps what it computes from one, is complete.
+
+    Raises: TooLargeError with the size of the model and the available memory; ModelFileError if the size is not known,
+    because the model cannot be built without memory. Both come before all of it is allocated. Any exception of the
+    user's code.
     """
     available = available_bytes()
     value = workload.builder.value
-    if isinstance(value, nn.Module) and _Size(value).needed(verify=verify) > available:
-        raise _refused(workload.name, _Size(value), available, verify=verify, remedy=remedy)
-    copies = 1 + (_TO_VERIFY if verify else 0)
-    with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // copies)):
+    if isinstance(value, nn.Module) and _Size(value).bytes > available:
+        raise _refused(workload.name, _Size(value), available, remedy)
+    with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // (1 + _TO_VERIFY))):
         return workload.build_model()
-    size = _size_of(workload)
-    if size is None:
-        with contextlib.suppress(_TooManyBytes), _parameters_up_to(available // copies):
+    model = None if isinstance(value, nn.Module) else _with_placeholders(workload)
+    if model is None:
+        with contextlib.suppress(_TooManyBytes), _parameters_up_to(available):
             return workload.build_model()
-    elif size.needed(verify=verify) <= available:
-        return workload.build_model()
-    raise _refused(workload.name, size, available, verify=verify, remedy=remedy)
+        raise _refused(workload.name, None, available, remedy)
+    if whole and _Size(model).bytes > available:
+        raise _refused(workload.name, _Size(model), available, remedy)
+    return model
 
 
 @contextlib.contextmanager
@@ -67,7 +73,7 @@ def loading_within_memory(target: str, remedy: str) -> Iterator[None]:
         with _parameters_up_to(available):
             yield
     except _TooManyBytes:
-        raise _refused(target, None, available, verify=False, remedy=remedy) from None
+        raise _refused(target, None, available, remedy) from None
 
 
 def available_bytes() -> int:
@@ -93,39 +99,43 @@ class _Size:
         self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *model.buffers()))
         self.trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
-    def needed(self, *, verify: bool) -> int:
-        """Return a lower bound of the bytes that a profile of the model needs."""
-        return self.bytes + (_TO_VERIFY * self.trained if verify else 0)
-
 
 def lack_of_memory_to_verify(model: nn.Module) -> str:
     """Return why a model that is built cannot be verified in the memory that is available, or ""."""
+    if has_placeholders(model):
+        return ""
     needed, available = _TO_VERIFY * _Size(model).trained, available_bytes()
     if needed <= available:
         return ""
     return f"that needs {in_bytes(needed)} of memory, and {in_bytes(available)} are available"
 
 
-def _size_of(workload: Workload) -> _Size | None:
-    """Return the size of the model; None if it cannot be built without memory for its parameters."""
+def _with_placeholders(workload: Workload) -> nn.Module | None:
+    """Return the model with random placeholders; None if it cannot be built so.
+
+    The build draws what a complete one draws: numbers that a model keeps as attributes are the same.
+    """
+    part = PartialBuild(frozenset())
     try:
         with torch.random.fork_rng(devices=()):
-            return _Size(workload.build_model(empty=True))
-    except (AutopipeError, MemoryError):
+            model = workload.build_model(part=part)
+        part.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
+    except (AutopipeError, NotDivisibleError, MemoryError):
         return None
+    randomize_placeholders(model)
+    return model
 
 
-def _refused(name: str, size: _Size | None, available: int, *, verify: bool, remedy: str) -> ModelFileError:
+def _refused(name: str, size: _Size | None, available: int, remedy: str) -> ModelFileError:
     free = f"{in_gib(available)} of memory are available"
     if size is None:
-        limit = available // (1 + (_TO_VERIFY if verify else 0))
-        what = f"its parameters take more than {in_gib(limit)}, and {free}"
-    else:
-        weights = f"{size.parameters / 1e9:.2f}e9 parameters, {in_gib(size.bytes)}"
-        more = f" and {in_gib(_TO_VERIFY * size.trained)} to verify it" if verify else ""
-        what = f"{weights}{more}, and {free}"
-    error = ModelFileError if size is None else TooLargeError
-    return error(f"{name} does not fit this machine: {what}", remedy=remedy)
+        return ModelFileError(
+            f"{name} does not fit this machine: its parameters take more memory, and {free}", remedy=remedy
+        )
+    return TooLargeError(
+        f"{name} does not fit this machine: {size.parameters / 1e9:.2f}e9 parameters, {in_gib(size.bytes)}, and {free}",
+        remedy=remedy,
+    )
 
 
 @contextlib.contextmanager

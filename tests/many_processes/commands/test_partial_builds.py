@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from autopipe.cli.main import autopipe
 from autopipe.workload import LoadOptions, load_workload
-from autopipe.workload.model import partial
+from autopipe.workload.model import partial, size_limits
 
 # the file sets the limit in every process that imports it
 MODEL = """
@@ -20,6 +20,7 @@ from torch.nn.init import orthogonal_  # by this name, it does nothing to a tens
 from autopipe.workload.model import partial
 
 partial.WORTH_BYTES = 1
+{large}
 COUNT = itertools.count(1)
 
 def build_model():
@@ -46,11 +47,15 @@ NOTE = "ranks build the complete model"
 @pytest.fixture(autouse=True)
 def _limit_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "WORTH_BYTES", 1)
+    monkeypatch.setattr(size_limits, "FIRST_BYTES", size_limits.FIRST_BYTES)
 
 
-def train(folder: Path, more: str) -> Result:
-    (folder / "net.py").write_text(MODEL.replace("{more}", more))
-    words = ["train", f"{folder / 'net.py'}", "--gpus", "2", "--replicas", "never", "--steps", "1", "--no-check"]
+LARGE = "import autopipe.workload.model.size_limits as size_limits; size_limits.FIRST_BYTES = 1"
+
+
+def train(folder: Path, more: str, *words: str, large: bool = False) -> Result:
+    (folder / "net.py").write_text(MODEL.replace("{more}", more).replace("{large}", LARGE if large else ""))
+    words = ("train", f"{folder / 'net.py'}", "--gpus", "2", "--replicas", "never", "--steps", "1", *words)
     return CliRunner().invoke(autopipe, [*words, "--work-dir", f"{folder / 'work'}", "--run-dir", f"{folder / 'run'}"])
 
 
@@ -58,13 +63,29 @@ def train(folder: Path, more: str) -> Result:
     ("more", "notes"),
     [
         ("block[0].weight.mul_(next(COUNT))", 0),  # the build of a rank is the first of its process
-        ("orthogonal_(block[0].weight, generator=own)", 1),
+        ("orthogonal_(block[0].weight, generator=own)", 0),
+        ("block[0].weight.mul_(1 + model[0][0].weight.sum().item())", 1),
     ],
 )
 def test_the_initial_weights_are_those_of_a_plain_build(tmp_path: Path, more: str, notes: int) -> None:
-    done = train(tmp_path, more)
+    done = train(tmp_path, more, "--no-check")
     assert done.exit_code == 0, done.output
     assert done.output.count(NOTE) == notes
+    assert_exported_as_built(tmp_path)
+
+
+@pytest.mark.parametrize("steps", ["1", "3"])
+def test_a_large_model_is_trained_from_the_weights_of_a_plain_build(tmp_path: Path, steps: str) -> None:
+    """Its size limit is one byte: the command has random weights, and each rank builds its own."""
+    done = train(tmp_path, "orthogonal_(block[0].weight)", "--steps", steps, large=True)
+    assert done.exit_code == 0, done.output
+    assert "this command does not hold its weights" in done.output and NOTE not in done.output
+    assert f"{steps} step" in done.output and "compared with plain training: equal, bit for bit" in done.output
+    assert_exported_as_built(tmp_path)
+
+
+def assert_exported_as_built(tmp_path: Path) -> None:
+    """The learning rate is 0, so training has changed nothing."""
     exported = tmp_path / "net.safetensors"
     assert CliRunner().invoke(autopipe, ["export", f"{tmp_path / 'run'}", "-o", f"{exported}"]).exit_code == 0
     weights = load_file(exported)
@@ -74,7 +95,8 @@ def test_the_initial_weights_are_those_of_a_plain_build(tmp_path: Path, more: st
 
 
 def test_a_model_that_differs_in_each_build_is_refused_before_training(tmp_path: Path) -> None:
-    done = train(tmp_path, "orthogonal_(block[0].weight, generator=own).mul_(next(COUNT))")
+    more = "block[0].weight.mul_(next(COUNT) + 0 * model[0][0].weight.sum().item())"
+    done = train(tmp_path, more, "--no-check")
     assert done.exit_code == 3
     assert "gives other initial weights" in done.output and "--init-from FILE" in done.output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -5,11 +5,15 @@ import dataclasses
 
 import pytest
 import torch
-from support.models.trace import Base, Toy, vectors, workload
+from support.models.trace import CASES, Base, Toy, vectors, workload
 from torch import fx
 
-from autopipe.trace import api, capture, two_runs
+from autopipe.errors import TraceError
+from autopipe.trace import api, capture, proof, two_runs
+from autopipe.trace.loss.steady import Gradients, folded
 from autopipe.workload.model import size_limits
+from autopipe.workload.model.partial import PartialBuild
+from autopipe.workload.model.placeholders import has_placeholders, is_placeholder, randomize_placeholders
 
 NAMES = ("plain", "tied", "checkpoint", "custom function", "nn.Transformer")
 
@@ -83,7 +87,7 @@ def test_a_loss_that_couples_samples_needs_more_runs():
     assert captured.coupling.error > 0.01
 
 
-def test_a_capture_computes_two_backwards(monkeypatch):
+def test_a_capture_computes_the_backward_of_a_batch_and_of_its_parts(monkeypatch):
     """One of the model on a batch of five samples, and one of the graph on its parts."""
     work, sizes = workload("plain"), []
     loss, backward = work.loss, torch.autograd.backward
@@ -99,7 +103,7 @@ def test_a_capture_computes_two_backwards(monkeypatch):
     monkeypatch.setattr(work, "loss", counted)
     model = work.build_model()
     captured = api.capture(work, model=model, lengths=False)
-    assert captured.exact and len(backwards) == 2
+    assert captured.exact and len(backwards) == 1 + 2
     assert sizes[-1] == 5
 
 
@@ -194,7 +198,7 @@ def test_gradients_are_computed_at_the_shortest_length_only(monkeypatch):
     )
     captured = capture(work)
     assert captured.exact and captured.coupling.error == 0
-    assert of_backwards == [(5, 2), (5, 2)]  # of the model, and of the graph on the parts
+    assert of_backwards == 3 * [(5, 2)]  # of the model, and of the graph on the two parts
     assert shapes[-1] == (3, 16)
 
 
@@ -224,3 +228,102 @@ def test_a_capture_whose_proof_does_not_fit_into_memory_says_so(monkeypatch):
     assert any("is not compared with the original: that needs" in note for note in captured.notes)
     unproven, captured = len(calls), capture(work, verify=False)
     assert len(calls) == 2 * unproven and captured.exact is None
+
+
+# -- large models, whose parameters share memory ----------------------------------------------------------------------
+
+
+def with_placeholders(work):
+    with PartialBuild(frozenset()).active():
+        model = work.build_model()
+    randomize_placeholders(model)
+    return model.train()
+
+
+def result(captured):
+    return captured.graph.digest, captured.graph.exact, captured.exact, captured.notes, captured.graph.divisor
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "weight and spectral norm"])
+def test_the_capture_is_that_of_the_complete_model(name):
+    complete = capture(workload(name))
+    model = with_placeholders(workload(name))
+    assert has_placeholders(model)
+    captured = capture(workload(name), model=model)
+    assert result(captured) == result(complete)
+    assert (captured.coupling.error > 1e-3) == (complete.coupling.error > 1e-3)
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class Coupled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return (h - h.mean(0)).pow(2).mean()
+
+
+def test_a_loss_that_couples_samples_is_found():
+    work = Toy(Coupled, vectors)
+    assert capture(work, model=with_placeholders(work)).coupling.error > 1e-3
+
+
+@pytest.mark.parametrize("mutation", ["detached", "scaled", "transposed"])
+def test_a_graph_that_is_not_the_model_is_refused(monkeypatch, mutation):
+    """The graph is changed between the recording and its comparison."""
+    proven = proof.Proof.of
+
+    def changed(self, captured):
+        graph = captured.module.graph
+        node = next(n for n in graph.nodes if "tanh" in str(n.target))
+        with graph.inserting_after(node):
+            args = {"detached": (node,), "scaled": (node, 1.002), "transposed": (node, (0,))}[mutation]
+            function = {"detached": torch.detach, "scaled": torch.mul, "transposed": torch.flip}[mutation]
+            other = graph.call_function(function, args)
+            other.meta = dict(node.meta)
+        node.replace_all_uses_with(other)
+        other.args = args
+        captured.module.recompile()
+        return proven(self, captured)
+
+    monkeypatch.setattr(proof.Proof, "of", changed)
+    work = Toy(Apart, vectors)
+    with pytest.raises(TraceError, match="the captured graph"):
+        capture(work, model=with_placeholders(work))
+
+
+class Apart(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.one(x).tanh() * self.other(x).tanh() * x).mean()
+
+
+@pytest.mark.parametrize("shape", [(3,), (4093,), (5000, 4), (64, 40, 30)])
+def test_a_folded_gradient_shows_a_small_difference(shape):
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    other = gradient.clone()
+    other.view(-1)[-1] += 0.1
+    one, two = folded(gradient), folded(other)
+    assert one.shape == two.shape and one.numel() <= 4093
+    assert torch.allclose(folded(gradient * 3), one * 3, rtol=1e-5, atol=1e-5)
+    assert float((one - two).abs().max()) > 0.05
+
+
+def test_gradients_of_placeholders_are_folded_and_freed():
+    model = with_placeholders(Toy(Apart, vectors))
+    whole = copy.deepcopy(model)  # a copy has memory of its own
+    assert not any(map(is_placeholder, whole.parameters()))
+    x = torch.randn(5, 4)
+    with Gradients(model) as gradients:
+        for part in (x[:2], x[2:]):
+            (model(part) * len(part)).backward()
+            assert all(p.grad is None for p in model.parameters())
+    for part in (x[:2], x[2:]):
+        (whole(part) * len(part)).backward()
+    for (name, gradient), parameter in zip(gradients.taken().items(), whole.parameters(), strict=True):
+        assert torch.allclose(gradient, folded(parameter.grad)), name

@@ -1,5 +1,7 @@
-"""Models that exceed this machine's memory are refused with their size before their weights are allocated."""
+"""Large models are built without their weights, and refused with their size where they must fit this machine."""
 
+import itertools
+import mmap
 import subprocess
 import sys
 import textwrap
@@ -10,13 +12,15 @@ import torch
 from autopipe.errors import ModelFileError
 from autopipe.workload import LoadOptions, Workload
 from autopipe.workload.model import size_limits as room
-from autopipe.workload.model.size_limits import build_within_memory, loading_within_memory
+from autopipe.workload.model.placeholders import has_placeholders, is_placeholder
+from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
 
 # four layers of 1 KiB of weights each, and no bias
 MODEL = """
 import torch
 from torch import nn
 
+MARK = "_is_placeholder_of_autopipe"
 BUILT = []
 
 class Net(nn.Module):
@@ -25,7 +29,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(4):
             self.layers.append(nn.Linear(16, 16, bias=False))
-            if not self.layers[-1].weight.is_meta:
+            if not hasattr(self.layers[-1].weight, MARK):
                 BUILT.append(self.layers[-1].weight.nbytes)
             {each}
     def forward(self, x):
@@ -55,54 +59,64 @@ def built(workload):
     return workload.builder.value.__globals__["BUILT"]
 
 
-@pytest.mark.parametrize(("verify", "needed"), [(True, 16 * KIB), (False, 4 * KIB)])
-def test_a_model_is_refused_only_if_it_exceeds_the_memory(loaded, verify, needed):
-    workload = loaded(available=needed - 1)
-    with pytest.raises(ModelFileError, match=r"net\.py:build_model does not fit this machine") as caught:
-        build_within_memory(workload, verify=verify, remedy="another way")
-    assert built(workload) == [KIB], "only what is tried first was made"
+def test_a_model_that_is_trained_here_is_refused_only_if_it_exceeds_the_memory(loaded):
+    workload = loaded(available=4 * KIB - 1)
+    with pytest.raises(TooLargeError, match=r"net\.py:build_model does not fit this machine") as caught:
+        build_within_memory(workload, whole=True, remedy="another way")
+    assert not built(workload), "only what is tried first was made"
     assert "0.00e9 parameters" in caught.value.what
-    assert ("to verify it" in caught.value.what) == verify
     assert caught.value.remedy == "another way"
+    assert has_placeholders(build_within_memory(loaded(available=4 * KIB - 1)))
+    assert has_placeholders(build_within_memory(loaded(available=4 * KIB), whole=True))
 
-    workload = loaded(available=needed)
-    model = build_within_memory(workload, verify=verify, remedy="")
-    for ours, plain in zip(model.parameters(), workload.build_model().parameters(), strict=True):
-        assert torch.equal(ours, plain)
+
+@pytest.mark.parametrize("each", ["pass", "nn.init.normal_(self.layers[-1].weight)"])
+def test_a_large_model_has_random_parameters_that_share_memory(loaded, each):
+    workload = loaded(each, available=2**40)
+    model = build_within_memory(workload)
+    assert len(built(workload)) == 1, "the build stops at the limit"
+    weights = list(model.parameters())
+    pages = {weight.data_ptr() // mmap.PAGESIZE for weight in weights}
+    assert len(weights) == 4 and len(pages) == 1
+    assert all(is_placeholder(weight) and weight.requires_grad for weight in weights)
+    assert all(0.15 < weight.std() < 0.35 for weight in weights)  # 1 / sqrt(16)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(weights, 2))
+    assert not workload.models.initial.digests and len(workload.models.initial.numbers) == 4
 
 
 def test_a_small_model_is_built_once(loaded):
     workload = loaded(first=4 * KIB, available=2**40)
-    build_within_memory(workload, verify=True, remedy="")
+    assert not has_placeholders(build_within_memory(workload))
     assert len(built(workload)) == 4
 
 
 def test_parameters_replaced_during_the_build_are_counted_once(loaded):
     replaced = "self.layers[-1].weight = nn.Parameter(self.layers[-1].weight.detach().clone())"
     workload = loaded(replaced, first=5 * KIB, available=2**40)
-    build_within_memory(workload, verify=True, remedy="")
+    build_within_memory(workload)
     assert len(built(workload)) == 4
 
 
-def test_a_build_that_reads_its_weights_is_stopped_at_the_limit(loaded):
-    workload = loaded("self.layers[-1].weight.sum().item()", available=12 * KIB)
-    with pytest.raises(ModelFileError, match="its parameters take more than") as caught:
-        build_within_memory(workload, verify=True, remedy="another way")
+def test_a_build_that_reads_its_weights_is_complete_or_stopped_at_the_limit(loaded):
+    workload = loaded("self.layers[0].weight.sum().item()", available=3 * KIB)
+    with pytest.raises(ModelFileError, match="its parameters take more memory") as caught:
+        build_within_memory(workload, remedy="another way")
     assert caught.value.remedy == "another way"
-    assert len(built(workload)) == 1 + 3
-    workload = loaded("self.layers[-1].weight.sum().item()", available=16 * KIB)
-    assert len(list(build_within_memory(workload, verify=True, remedy="").parameters())) == 4
+    assert len(built(workload)) == 3
+    workload = loaded("self.layers[0].weight.sum().item()", available=4 * KIB)
+    model = build_within_memory(workload)
+    assert not has_placeholders(model) and len(list(model.parameters())) == 4
 
 
 def test_a_model_built_at_import_is_refused(loaded, tmp_path):
-    with pytest.raises(ModelFileError, match="its parameters take more than"), loading_within_memory("net.py", ""):
+    with pytest.raises(ModelFileError, match="its parameters take more"), loading_within_memory("net.py", ""):
         loaded(end="\nmodel = Net()\n")
         torch.nn.Linear(2**20, 2**20, device="meta")  # allocates nothing
         torch.nn.Parameter(torch.empty(0))
         torch.nn.Module().register_parameter("huge", torch.nn.Parameter(torch.empty(1).expand(2**50)))
-    workload = loaded(end="\nmodel = Net()\n", available=15 * KIB)
+    workload = loaded(end="\nmodel = Net()\n", available=4 * KIB - 1)
     with pytest.raises(ModelFileError, match="does not fit this machine"):
-        build_within_memory(workload, verify=True, remedy="")
+        build_within_memory(workload)
 
 
 def test_a_limit_set_by_the_shell_counts():

@@ -27,7 +27,8 @@ from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Silent
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.step.loss_weights import Divisors
-from autopipe.verify.plain_step import audit
+from autopipe.verify.plain_step import audit, is_in_place
+from autopipe.workload.batches.digests import chained, digest_of
 
 STEPS, EVERY = 8, 3
 MODEL = """
@@ -316,3 +317,32 @@ def test_a_hanging_comparison_is_ended_and_skipped(tmp_path: Path, monkeypatch: 
     assert not worker.process.is_alive()
     assert notes == [f"an audit is skipped: its process did not end within 1 s; see {tmp_path / 'logs' / 'audit.log'}"]
     assert not files.after.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "item", "is_there"),
+    [
+        ((0, 0), 0, True),
+        ((0, 2), 2, True),
+        ((0, 3), 0, True),
+        ((1, 0), 0, True),
+        ((1, 3), 0, True),
+        ((0, 3), 1, False),
+        ((0, 2), 0, False),
+        ((0, 4), 0, False),
+    ],
+)
+def test_the_place_after_an_epoch_is_the_beginning_of_the_next(place: Any, item: int, is_there: bool) -> None:
+    minibatches = [torch.full((2,), float(number)) for number in range(3)]
+
+    class Data:
+        def items(self, batch_size: int | None, epoch: int) -> list[torch.Tensor]:
+            return minibatches
+
+    epoch, position = place
+    data = b""
+    for minibatch in minibatches[:position]:
+        data = chained(data, digest_of(minibatch))
+    before = Manifest(7, epoch, position, 0, "", "", (), data=data.hex())
+    first = digest_of(minibatches[0]).hex()
+    assert is_in_place(Data(), 0, first, before, minibatches[item]) == is_there  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_a_tensor_that_is_saved_wrongly_is_named_and_the_checkpoint_is_not_finis
     part: str, network: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = Snapshot.take
-    monkeypatch.setattr(Snapshot, "take", lambda self, tensors: take(self, changed(tensors, part)))
+    monkeypatch.setattr(Snapshot, "take", lambda self, tensors, **how: take(self, changed(tensors, part), **how))
     with pytest.raises(RunError, match="is not what was trained") as caught:
         trained(network, tmp_path, 2)
     assert part in caught.value.what and caught.value.where.endswith(".safetensors")

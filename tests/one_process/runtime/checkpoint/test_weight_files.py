@@ -20,7 +20,7 @@ from torch import nn
 from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint.initial import build_stages, weights_of
 from autopipe.runtime.checkpoint.weight_files import INDEX, Matched, open_weights
-from autopipe.workload.model.factory import parameters_without_memory
+from autopipe.workload.model.partial import PartialBuild
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_buffer_from_a_generator_of_the_model_equals_that_of_a_build_with_memo
 
 
 def test_a_parameter_with_two_names_stays_one_on_the_meta_device() -> None:
-    with parameters_without_memory():
+    with PartialBuild(empty=True).active():
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight
         shared = nn.Parameter(torch.ones(2), requires_grad=False)

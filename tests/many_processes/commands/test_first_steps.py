@@ -1,0 +1,131 @@
+"""``train`` compares its first steps beside the ranks if that takes long: the run begins, and a difference ends it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from support.commands import Commands, assert_gone, descendants, training
+from support.waiting import under_load, wait_until
+
+# every comparison takes long
+LONG = """
+
+import autopipe.commands.checking.first_steps as first_steps
+first_steps.LONG_SECONDS = 0.0
+"""
+# a draw that the model keeps: stages draw it in every microbatch
+KEPT = """
+
+class Net(Net):
+    def forward(self, x, index):
+        if not hasattr(self, "mask"):
+            self.mask = (torch.rand(32) > 0.5).float()
+        return self.last(self.mask * (self.first(x) + self.table(index)))
+"""
+# the comparison reads its data when the test allows it
+LATE = """
+
+import multiprocessing, pathlib, select
+plain_data = data
+def data(batch_size=8):
+    if multiprocessing.current_process().name == "compare_beside":
+        while not pathlib.Path("compare").exists():
+            select.select([], [], [], 0.05)
+    return plain_data(batch_size)
+"""
+FAILING = """
+
+import multiprocessing
+whole_data = data
+def data(batch_size=8):
+    for step, item in enumerate(whole_data(batch_size)):
+        if step == 4 and multiprocessing.current_process().name.startswith("rank"):
+            raise ValueError("no more data")
+        yield item
+"""
+BESIDE = "comparing 3 steps with plain training while the ranks train"
+
+
+def append(commands: Commands, *parts: str) -> None:
+    model = commands.folder / "model.py"
+    model.write_text(model.read_text() + "".join((LONG, *parts)))
+
+
+def checkpoints(commands: Commands) -> set[str]:
+    return {path.name for path in (commands.folder / "run" / "checkpoints").glob("step-*")}
+
+
+def test_equal_steps_are_told_and_not_compared_again(commands: Commands) -> None:
+    append(commands, LATE)
+    (commands.folder / "compare").touch()
+    _, err = commands.run(*training(steps=5))
+    assert BESIDE in err and err.index(BESIDE) < err.index("step 1/5") < err.index("3 steps compared with plain")
+    assert "equal, bit for bit" in err and "proven equal to plain training: 3 of 5 steps compared, 1 audited" in err
+    _, err = commands.run(*training(steps=5, run="again"))
+    assert BESIDE not in err and "the first 3 steps were compared before" in err
+    assert "proven equal to plain training: 3 of 5 steps compared, 1 audited" in err
+
+
+def test_a_difference_ends_the_run_and_sets_its_checkpoints_aside(commands: Commands) -> None:
+    append(commands, KEPT, LATE)
+    words = ["--audit-every", "0", "--checkpoint-every", "2"]
+    command = commands.start(*training(steps=1_000_000), *words)
+    wait_until(lambda: checkpoints(commands), under_load(60))
+    (commands.folder / "compare").touch()
+    _, err = command.communicate(timeout=under_load(60))
+    assert command.returncode == 1 and BESIDE in err and "training in stages differs from plain training" in err
+    assert "moved later checkpoints" in err and all(name.endswith(".abandoned") for name in checkpoints(commands))
+    _, err = commands.run(*training(steps=5, run="again"), code=1)  # nothing says that it was equal
+    assert "training in stages differs from plain training" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_does_not_wait_for_the_comparison(commands: Commands, number: signal.Signals) -> None:
+    append(commands, LATE)
+    command = commands.start(*training(steps=1_000_000))
+    wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
+    processes = descendants(command.pid)
+    command.send_signal(number)
+    _, err = command.communicate(timeout=under_load(60))
+    assert command.returncode == 75 and "with a checkpoint" in err and len(checkpoints(commands)) == 1
+    assert "not checked: the comparison with plain training did not end; the next run repeats it" in err
+    assert "no step of the run is proven" in err
+    assert_gone(processes)
+
+
+def metrics(folder: Path) -> str:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text() if path.is_file() else ""
+
+
+def test_a_comparison_that_is_killed_does_not_end_the_run(commands: Commands) -> None:
+    append(commands, LATE)
+    command = commands.start(*training(steps=200))
+    wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
+    beside = [process for process in descendants(command.pid) if process.nice() > 0]
+    assert len(beside) == 1
+    beside[0].kill()
+    _, err = command.communicate(timeout=under_load(60))
+    assert command.returncode == 0 and "not checked: comparing with plain training: the process was killed" in err
+    assert "none of 200 steps compared, 1 audited" in err
+
+
+def test_an_edited_file_proves_nothing(commands: Commands) -> None:
+    append(commands, KEPT, LATE)
+    command = commands.start(*training(steps=100), "--audit-every", "0")
+    wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
+    model = commands.folder / "model.py"
+    model.write_text(model.read_text() + "\n# edited\n")
+    (commands.folder / "compare").touch()
+    _, err = command.communicate(timeout=under_load(60))
+    assert command.returncode == 0 and "not checked: a file of the model was edited while it was compared" in err
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_run_that_fails_waits_for_a_comparison_that_may_know_why(commands: Commands, kept: bool) -> None:
+    append(commands, *([KEPT] if kept else []), FAILING)
+    _, err = commands.run(*training(steps=9), "--audit-every", "0", code=1 if kept else 3)
+    assert ("no more data" in err) is not kept
+    assert ("training in stages differs from plain training" in err) is kept
