@@ -25,8 +25,8 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     """Write separate stage code for evaluation if it is needed. Return the reason if it cannot be made, else ""."""
     note, folder = model.capture.evaluation_note, work.store.stages / EVALUATION
     shutil.rmtree(folder, ignore_errors=True)
-    if not note:
-        return ""
+    if not note or model.capture.graph.numbers:
+        return note
     try:
         captured = capture(
             model.workload,

@@ -36,6 +36,7 @@ from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
+from autopipe.trace.record.numbers import WithNumbers
 from autopipe.trace.teams import alone
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, result_of
@@ -93,6 +94,11 @@ def measure_anew(
     if measured_apart(settings):
         return _measured_in_another_process(settings, work, sizes, accept, minibatch)
     return _measured_here(settings, work, sizes, accept, minibatch)
+
+
+def _with_numbers(model: Model) -> Any:
+    numbers = model.capture.graph.numbers
+    return WithNumbers(model.workload, numbers) if numbers else model.workload
 
 
 def _measured_here(
@@ -181,7 +187,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     if settings.estimate:
         profile = estimate(
             alone(model.capture),
-            model.workload,
+            _with_numbers(model),
             microbatch_sizes=wanted,
             larger_sizes=larger,
             progress=work.progress,
@@ -189,7 +195,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     else:
         profile = measure(
             alone(model.capture),
-            model.workload,
+            _with_numbers(model),
             device=settings.device or "auto",
             microbatch_sizes=wanted,
             larger_sizes=larger,

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from autopipe.commands.changing import changing
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.commands.trusted_code import refuse_untrusted
@@ -95,6 +96,8 @@ def load_model(
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
             state=state,
+            changing=lambda: changing(workload),
+            numbers=stored.graph.numbers if stored is not None and not state else (),
         )
 
     try:

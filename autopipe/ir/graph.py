@@ -30,11 +30,31 @@ _STATISTICS_FUNCTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A Python number in a call of the user's code that changes from step to step, and so travels with each batch."""
+
+    function: str  # that is called
+    place: str  # of the call: file:line
+    call: int  # which call of the function on this line, from 0
+    argument: int  # which of its arguments, containers flattened
+    kind: str  # "bool", "int" or "float"
+    hint: str  # its first value
+
+    @property
+    def value(self) -> bool | int | float:
+        """The first value."""
+        return (
+            self.hint == "True" if self.kind == "bool" else int(self.hint) if self.kind == "int" else float(self.hint)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor of the batch, with its name in the generated code."""
+    """One tensor of the batch, with its name in the generated code. ``number``: it has a number of Python instead."""
 
     name: str
     spec: TensorSpec
+    number: Number | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +339,11 @@ class Graph:
         """Return the sizes for shape expressions: ``batch_size`` for the samples, the hint for the others."""
         samples = self.samples
         return {s.name: batch_size if s is samples else s.hint for s in self.symbols}
+
+    @functools.cached_property
+    def numbers(self) -> tuple[Input, ...]:
+        """The inputs that are Python numbers of the user's code, which change from step to step."""
+        return tuple(entry for entry in self.inputs if entry.number is not None)
 
     @property
     def lengths(self) -> tuple[Symbol, ...]:

@@ -7,18 +7,20 @@ import dataclasses
 import gc
 import logging
 import types
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import TraceError
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
+from autopipe.trace.record.numbers import CHANGING, WithNumbers, note_of
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
 from autopipe.trace.state.check import refuse_changing_state
@@ -26,6 +28,7 @@ from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
+from autopipe.trace.tape.tape import why_unknown
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
@@ -45,6 +48,8 @@ def capture(
     training: bool = True,
     others: Sequence[Item] | None = None,
     state: bool = True,
+    changing: Callable[[], tuple[Input, ...]] = tuple,
+    numbers: tuple[Input, ...] = (),
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
@@ -52,17 +57,30 @@ def capture(
     that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
     ``training``: False captures the model in evaluation mode. ``others``: for a further recording of a model, batches
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
-    supports it. ``state``: search for Python state that the forward changes and reads. Memory: ``verify`` keeps moved
-    weights and two gradients per parameter; if these do not fit, the capture is not verified, with a note.
+    supports it. ``state``: search for Python state that the forward changes and reads. ``changing``: called if that
+    search refuses the model; returns the numbers that change, which become inputs of the graph, so that each microbatch
+    brings them. ``numbers``: those of an earlier capture. Memory: ``verify`` keeps moved weights and two gradients per
+    parameter; if these do not fit, the capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
     the loss of a training has no gradient.
     """
     model = workload.build_model() if model is None else model
     if training:
-        captured = _capture(
-            workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=True
-        )
+        arguments = batch_size, allow_data_dependent, verify, lengths, others
+        if numbers:
+            captured = _with_numbers(workload, model, numbers, (*arguments, state))
+        else:
+            try:
+                captured = _capture(workload, model, *arguments, state, training=True)
+            except TraceError as error:
+                if not error.of_state or not (numbers := changing()):
+                    raise
+                try:
+                    captured = _with_numbers(workload, model, numbers, (*arguments, state))
+                except TraceError as why:
+                    logger.info("numbers that change cannot be inputs: %s", why.what)
+                    raise error from why
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     trained = workload.spec.opaque_modules
     with left_as_it_was(model):
@@ -115,7 +133,8 @@ def _capture(
         workload.run_opaque(opaque.modules)
         of_state: tuple[str, ...] = ()
         if state and trains(model) and not on_meta:
-            of_state = refuse_changing_state(workload, model, item, ran, settings)
+            with _of_state():
+                of_state = refuse_changing_state(workload, model, item, ran, settings)
         unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
@@ -143,6 +162,27 @@ def _capture(
             return proven
         captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     return proof.of(captured)
+
+
+def _with_numbers(
+    workload: Workload,
+    model: nn.Module,
+    numbers: tuple[Input, ...],
+    arguments: Any,
+) -> Capture:
+    """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
+    with_numbers: Any = WithNumbers(workload, numbers)
+    captured = _capture(with_numbers, model, *arguments, training=True)
+    read = {name for node in captured.graph.nodes for name in node.inputs}
+    names = {entry.name for entry in numbers}
+    divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
+    divides = any(node.name in names and node.users for node in divisor)
+    why = "a number is not read" if not names <= read else "the divisor of the loss changes" if divides else ""
+    why = why or why_unknown(captured.graph) or ("" if captured.graph.batch.is_plain else "the batch is not plain")
+    if why:
+        raise TraceError(f"{CHANGING}: {why}", where=workload.name)
+    notes = (*captured.notes, note_of(captured.graph))
+    return dataclasses.replace(captured, notes=notes, evaluation={}, evaluation_note=CHANGING)
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -203,6 +243,16 @@ def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Captur
         return captured
     text = "" if divisor is None else divisor.text
     return dataclasses.replace(captured, divisor=divisor, graph=dataclasses.replace(captured.graph, divisor=text))
+
+
+@contextlib.contextmanager
+def _of_state() -> Iterator[None]:
+    """Mark an error of the search for Python state."""
+    try:
+        yield
+    except TraceError as error:
+        error.of_state = True
+        raise
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from autopipe import __version__
 from autopipe.commands.artifact_steps import batch_size_of, prepare
+from autopipe.commands.changing import refuse_numbers
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
@@ -79,6 +80,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if prepared.plan.num_processes > 1:
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, first_minibatches(prepared).forms, work, again, progress=progress)
+        refuse_numbers(prepared.graph, "only `autopipe train` has a process that knows them")
         if settings.compile:
             refuse_uncompilable(prepared.plan)
         refuse_changed_data(prepared)

@@ -180,6 +180,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
             batch,  # type: ignore[arg-type]  # a workload in all but its examples
             model=build_within_memory(prepared.workload),
             allow_data_dependent=prepared.allow_data_dependent,
+            numbers=prepared.graph.numbers,
         )
         captured = described_on(prepared.profile.device.kind, captured, batch)  # type: ignore[arg-type]
         captured = of_same_team(captured, prepared.plan, prepared.stages, batch)

@@ -164,7 +164,8 @@ class BesideSource:
                 self.workload.adopt_dimensions(answer["dimensions"])
             item = shared(answer["tree"], answer["tensors"], answer["memory"])
             place = Place(**answer["place"])
-            taken.append(Taken(item, bytes.fromhex(answer["digest"]), place, tuple(answer["recordings"])))
+            digest, numbers = bytes.fromhex(answer["digest"]), tuple(answer["numbers"])
+            taken.append(Taken(item, digest, place, tuple(answer["recordings"]), numbers))
             self._num_read += 1
         return taken
 
@@ -256,7 +257,7 @@ class _Reading:
         reporter = _Events(self.link)
         alone = ThreadTransport(ThreadHub(1), 0)
         self._variants = GraphVariants(self.run, job, self.context, self.workload, alone, reporter, {})
-        self._guard = Guard.of(self.workload, reporter)
+        self._guard = Guard.of(self.workload, reporter, self.context.graph.numbers)
         self._source = Source(
             lambda epoch: self.workload.items(job.batch_size or None, epoch=epoch),
             self.workload.name,
@@ -295,10 +296,11 @@ class _Reading:
         taken = self._source.read(step, 1)
         for minibatch in taken:
             parts = self.workload.split(minibatch.item, self.context.plan.num_microbatches)
+            numbers = []
             for index, part in enumerate(parts):
                 recording, sizes = self._variants.recording_of(part, training=True)
-                self._guard.follow(part, step, index, recording.graph, sizes)
-            self._send(minibatch)
+                numbers.append(self._guard.follow(part, step, index, recording.graph, sizes))
+            self._send(dataclasses.replace(minibatch, numbers=tuple(numbers)))
         return self._sent_or_end(taken)
 
     def _evaluate(self, *, first: bool) -> None:
@@ -344,6 +346,7 @@ class _Reading:
                 digest=minibatch.digest.hex(),
                 place=dataclasses.asdict(minibatch.place),
                 recordings=names,
+                numbers=minibatch.numbers,
                 dimensions=dimensions,
             )
         finally:

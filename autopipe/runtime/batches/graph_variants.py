@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,6 +35,7 @@ from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.loss_weights import Divisors, divisors_of, divisors_of_parts, shares_of
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
+from autopipe.trace.record.numbers import tensors_of
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.cutting.dimensions import BatchDimensions
@@ -96,15 +97,24 @@ class GraphVariants:
         if (self.run.stages / EVALUATION / "plan.json").is_file():
             self.evaluation = [self._load(EVALUATION)]
 
-    def microbatches(self, item: Any, placement: Placement, *, training: bool = True) -> list[Microbatch]:
+    def microbatches(
+        self, item: Any, placement: Placement, *, training: bool = True, numbers: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Microbatch]:
         """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.loss_weights``).
 
-        Raises: RunError if a part has other tensors than the captured batch.
+        ``numbers``: of each part, those that the model's Python has changed.
+
+        Raises: RunError if a part has other tensors than the captured batch, or lacks numbers.
         """
         if training:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
         read = [self._read(part, training=training) for part in parts]
+        if any(part.recording.graph.numbers for _, part in read):
+            read = [
+                ({**leaves, **tensors_of(part.recording.graph.numbers, values)}, part)
+                for (leaves, part), values in zip(read, numbers or _refused_without_numbers(), strict=True)
+            ]
         shares = self._shares(item, read)
         self.weight = shares.total
         return [
@@ -256,6 +266,13 @@ class GraphVariants:
                 code, recording.carries_gradient, graph.recomputed_with, graph.cast_once
             )
         return recording
+
+
+def _refused_without_numbers() -> NoReturn:
+    raise RunError(
+        "numbers of the model's Python change from step to step, and only a process beside rank 0 knows them",
+        remedy="train with `autopipe train` and --data-reader beside, without evaluation",
+    )
 
 
 def _divisor(folder: Path, plan: Plan, graph: Graph) -> Stage | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopipe.draws import exclusive
 from autopipe.errors import RunError, TraceError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Input
 from autopipe.runtime.events import Reporter
 from autopipe.trace.tape import Difference, Tape, why_unknown
 from autopipe.workload import Workload
@@ -32,13 +32,13 @@ class Guard:
     _noted: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(workload: Workload, reporter: Reporter) -> Guard:
+    def of(workload: Workload, reporter: Reporter, numbers: tuple[Input, ...] = ()) -> Guard:
         """Build the model without memory for its parameters. Data that refers to the model refers to this one."""
         with exclusive(), torch.random.fork_rng(devices=()):  # data may draw from the generator
-            return Guard(workload, reporter, Tape(workload, _built(workload)))
+            return Guard(workload, reporter, Tape(workload, built(workload), numbers))
 
-    def follow(self, part: Any, step: int, index: int, graph: Graph, sizes: Mapping[str, int]) -> None:
-        """Run model and loss for a microbatch, and compare with the graph that the stages run.
+    def follow(self, part: Any, step: int, index: int, graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Run model and loss for a microbatch, and compare with the graph that the stages run. Return its numbers.
 
         ``step`` and ``index``: of the minibatch and the microbatch. ``sizes``: of the symbols of the graph.
 
@@ -47,10 +47,11 @@ class Guard:
         why = why_unknown(graph)
         if self.tape is None or why:
             self._note(why)
-            return
+            return {}
         difference = self._run(self.tape, part, graph, sizes)
         if difference is not None:
             raise RunError(_text(difference, step, index), where=difference.where, remedy=difference.remedy)
+        return dict(self.tape.values) if self.tape is not None else {}
 
     def replay(self, item: Any, num_microbatches: int) -> None:
         """Run model and loss for a minibatch that was trained before, so that their Python state is that of now."""
@@ -63,6 +64,8 @@ class Guard:
             with exclusive():
                 return tape.run(part, graph, sizes)
         except TraceError as error:  # of the first run: nothing is known of what the model does
+            if tape.numbers:
+                raise
             self.tape = None
             self._note(error.what)
             return None
@@ -74,7 +77,8 @@ class Guard:
             self.reporter.event("note", text=text)
 
 
-def _built(workload: Workload) -> nn.Module:
+def built(workload: Workload) -> nn.Module:
+    """Build a model for its Python: without memory for its parameters, if it does not read them while it is built."""
     try:
         return workload.build_model(empty=True)
     except Exception:  # the model reads its parameters while it is built

@@ -75,7 +75,10 @@ def write_new_recording(
     Raises: AutopipeError if the batch cannot be captured, or not cut like the plan.
     """
     with exclusive(), torch.enable_grad():
-        record = functools.partial(capture, workload, allow_data_dependent=allow_data_dependent, training=training)
+        numbers = context.graph.numbers if training else ()
+        record = functools.partial(
+            capture, workload, allow_data_dependent=allow_data_dependent, training=training, numbers=numbers
+        )
         captured = record(others=others)
         if context.graph.samples is None and captured.graph.divisor != context.graph.divisor:
             # no input counts the samples, and a count that is a constant of the plan's graph is a size here: parts of

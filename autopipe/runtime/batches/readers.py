@@ -56,7 +56,7 @@ class Minibatch:
 
 
 def _cut(minibatch: Taken, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
-    parts = recordings.microbatches(minibatch.item, placement, training=training)
+    parts = recordings.microbatches(minibatch.item, placement, training=training, numbers=minibatch.numbers)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
 
@@ -146,7 +146,7 @@ class OneReads:
         }
         of_parts = [on_host(part.leaves) for part in parts]
         leaves = _Leaves(of_parts)
-        if workload.cuts_by_dimension(item):
+        if workload.cuts_by_dimension(item) and not any(part.recording.graph.numbers for part in parts):
             complete = _Leaves(of_parts, workload.leaves(item), workload.batch_dims(item))
             leaves = complete if complete.can_be_cut() else leaves
         plan, rank_of = self.recordings.context.plan, self.recordings.context.request.rank_of

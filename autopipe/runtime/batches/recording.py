@@ -57,7 +57,11 @@ class Recording:
         sizes = self.sizes(leaves)
         if not all(symbol.holds(sizes.get(symbol.name, symbol.hint)) for symbol in self.graph.symbols):
             return False
-        return all(tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes) for entry in self.graph.inputs)
+        return all(
+            tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes)
+            for entry in self.graph.inputs
+            if entry.number is None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,10 @@ class Microbatch:
 
 def _are_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the batch has the tensors that a graph reads, with the same dtypes and numbers of dimensions."""
-    return all(entry.name in leaves and _is_kind(entry, leaves[entry.name]) for entry in graph.inputs)
+    return all(
+        entry.number is not None or (entry.name in leaves and _is_kind(entry, leaves[entry.name]))
+        for entry in graph.inputs
+    )
 
 
 def _is_kind(entry: Input, leaf: torch.Tensor) -> bool:

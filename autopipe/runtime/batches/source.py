@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Taken:
     place: Place
     # recordings that were made for it, or for one before it, in a process beside rank 0
     recordings: tuple[str, ...] = ()
+    # of each microbatch: the numbers that travel with it, by input of the graph
+    numbers: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(slots=True)

@@ -67,7 +67,8 @@ class _Describer:
                     raise TraceError(
                         f"input {fx_node.name} is a {fx_node.meta['val'].dtype} tensor that cannot be sent"
                     )
-                inputs.append(Input(fx_node.name, spec))
+                number = self.followed.recorder.numbers.inputs.get(fx_node.name)
+                inputs.append(number or Input(fx_node.name, spec))
                 self._own(fx_node)
             elif fx_node.op == "output":
                 outputs = tuple(value.name for value in fx_node.args[0])

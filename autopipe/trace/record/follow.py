@@ -25,6 +25,7 @@ from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.record import rebound
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
+from autopipe.trace.record.numbers import Numbers
 from autopipe.trace.record.patches import TrainingReads, following
 from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.recorder import Recorder
@@ -113,6 +114,7 @@ def follow(
     with faked_model:
         recorder = Recorder(faked_model, symbols, watch=watch)
         recorder.most, recorder.comparison, recorder.modules.opaque = most, comparison, opaque
+        recorder.numbers = Numbers(getattr(workload, "numbers", ()))
         shape_env.around = lambda: recorder.modules.around
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {

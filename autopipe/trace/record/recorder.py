@@ -40,6 +40,7 @@ from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.fixed import NOT_FIXED, Fixed
+from autopipe.trace.record.numbers import Numbers, plain
 from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.running import Performed, Running, Tape
 from autopipe.trace.record.symbols import Symbols
@@ -158,6 +159,7 @@ class Recorder(TorchFunctionMode):
         self.tape: Tape | None = None  # compares the calls with known ones, if the forward runs again and again
         self.written: list[fx.Node] = []  # the nodes of the latest calls
         self.described: list[dict[str, Any]] | None = None  # metadata for the next nodes, of calls that are known
+        self.numbers = Numbers(())  # those that are inputs
         self.fakes = Fakes(symbols.shape_env)
         self._pause = Pause()
         self.writer = GraphWriter(faked_model, symbols, self._pause, self._describe)
@@ -208,6 +210,9 @@ class Recorder(TorchFunctionMode):
         if self.answers.reads is not None and is_answered(name, args):
             return self.answers.answer(func, name, args, kwargs)
         run = self.fakes.function(name) or func
+        if (lifted := self.numbers.lifted(name, args, kwargs)) is not None:
+            (args, kwargs), own = lifted, run
+            run = lambda *a, **k: own(*plain(a), **plain(k))  # noqa: E731
         return self.call(
             lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name, target=func
         )

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
 from autopipe.trace.record.faked_model import FakedModel
+from autopipe.trace.record.numbers import Lifted
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import Call
 from autopipe.trace.record.tensor_nodes import TensorNodes
@@ -51,6 +52,7 @@ class GraphWriter:
         self.graph = fx.Graph()
         self.known = TensorNodes(self.graph, faked_model)
         self.symbols = symbols
+        self.inputs: dict[str, fx.Node] = {}
         self.unknown: list[Any] = []  # parts of results that differ from batch to batch
         # receives (symbol, node, dimension) for each new size that depends on the data
         self.on_size: Callable[[Any, fx.Node, int], None] | None = None
@@ -63,6 +65,7 @@ class GraphWriter:
         node = self.graph.placeholder(name)
         node.name = name  # fx would rename "input"
         node.meta["val"] = value
+        self.inputs[name] = node
         self._track(value, node)
         self.symbols.declare(node, value)
 
@@ -96,6 +99,8 @@ class GraphWriter:
             return self.known.node(value)
         if isinstance(value, SYMBOLIC):
             return self._size(value)
+        if isinstance(value, Lifted):
+            return self.append("call_method", "item", (self.inputs[value.name],))
         if isinstance(value, (list, tuple)):
             if hasattr(value, "_fields") and next(tensors_in(value), None) is not None:
                 return self.append("call_function", type(value), tuple(self._argument(item) for item in value))

@@ -19,8 +19,8 @@ class Entry:
     ``next``: the calls that have followed it; ``ends``: what the runs returned that ended here.
     """
 
-    __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "inner", "is_node", "key",
-                 "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
+    __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "forms", "inner", "is_node",
+                 "key", "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
 
     def __init__(self, key: Key = (), name: str = "") -> None:
         self.key, self.name = key, name
@@ -29,6 +29,7 @@ class Entry:
         self.answer: Any = NOT_FIXED  # of a read: the number that depends on nothing but constants
         self.error: type[Exception] | None = None  # of the exception that it raised
         self.form: Any = None  # of what it returned
+        self.forms: Any = None  # with a number that changes: of its results, which must not depend on the number
         self.results: list[Tensor] = []  # the new tensors among it
         self.changed: tuple[int, ...] = ()  # places of the tensors that it wrote to
         self.draws = 0  # random numbers of torch: how often it drew

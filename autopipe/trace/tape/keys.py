@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.bits import bytes_of
 from autopipe.trace.explain import unsupported
+from autopipe.trace.record.numbers import Lifted
 from autopipe.trace.record.values import SYMBOLIC
 from autopipe.trace.tape.live import LiveModel
 
@@ -134,6 +135,8 @@ class Keys:
             key += (float, value if value and not math.isnan(value) else repr(value))  # 0.0 equals -0.0
         elif isinstance(value, _PLAIN):
             key += (kind, value)
+        elif kind is Lifted:
+            key.append(value)
         elif isinstance(value, (tuple, list)):
             key += (kind, len(value))
             for entry in value:

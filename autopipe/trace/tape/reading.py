@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopipe.errors import AutopipeError
 from autopipe.trace.explain import depends_on_data, explained, unsupported
 from autopipe.trace.record.fixed import NOT_FIXED
+from autopipe.trace.record.numbers import Lifted
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.running import Performed, Running
 from autopipe.trace.record.values import OF_ITSELF, is_answered, storage_key, tensors_in
@@ -175,8 +176,11 @@ class Reading:
         entry.changed = tuple(
             next(i for i, tensor in enumerate(touched) if tensor is changed) for changed in performed.changed
         )
+        if any(type(part) is Lifted for part in entry.key):
+            entry.forms = _forms(result, touched)
         entry.again = (
             not entry.is_node
+            or entry.forms is not None
             or call.inner is not None
             or before != forms_of(tensors_in((call.args, call.kwargs)))
             or not is_rebuilt(result)
@@ -220,7 +224,7 @@ class Reading:
                 if part[0] in self.recorder.faked_model.fake:
                     return
                 known = part[1] if part[0] == "kept" else part
-            if type(known) is Value:
+            if type(known) in (Value, Lifted):
                 return
             identity.append(known)
         entry.origin, entry.call = tuple(identity), call
@@ -282,6 +286,8 @@ class Reading:
         touched = [*tensors_in((performed.args, performed.kwargs)), *call.state, *call.silent]
         if isinstance(out, Tensor) and entry.form[0] == "result" and self.keys.number(out) is not None:
             out = out.view_as(out)  # as the recorder does: another object
+        if entry.forms is not None and _forms(out, touched) != entry.forms:
+            raise unsupported(f"{call.name} returns another form of tensors for another number", KEEP)
         results: list[Tensor] = []
         form_of(out, touched, lambda value: self.keys.number(value) is not None, results)
         if forms_of(results) != forms_of(entry.results) and not entry.again:
@@ -321,6 +327,13 @@ class Reading:
     def following(self) -> Entry | None:
         """Return the known call that may follow the latest one."""
         return next(iter(self.at.next.values()), None)
+
+
+def _forms(result: Any, touched: Sequence[Tensor]) -> Any:
+    """Return the forms of the tensors that a call returns, and which of those that it read share their memory."""
+    tensors = [value for value in tensors_in(result) if isinstance(value, FakeTensor)]
+    shared = [[storage_key(other) == storage_key(value) for other in touched] for value in tensors]
+    return [form[:-1] for form in forms_of(tensors)], shared
 
 
 _PLACES = ("source", "frame", "at", "caller", "own", "stack", "grad", "checkpoint", "autocast")

@@ -20,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import TraceError
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.graph.describe import GUARD, describe
 from autopipe.trace.lines.of_nodes import where_text
 from autopipe.trace.record import rebound
 from autopipe.trace.record.caches import MemoizedFakes
 from autopipe.trace.record.follow import Followed, clean, running
+from autopipe.trace.record.numbers import Call, Numbers, tensors_of
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.state.refusal import KEEP
@@ -74,11 +75,17 @@ class Difference:
 class Tape:
     """The user's model and loss, in the state in which the microbatches before this one left them."""
 
-    def __init__(self, workload: Workload, model: nn.Module) -> None:
-        """``model``: has the user's Python; its weights may be real, fake or on meta, and are not changed."""
+    def __init__(self, workload: Workload, model: nn.Module, numbers: tuple[Input, ...] = ()) -> None:
+        """``model``: has the user's Python; its weights may be real, fake or on meta, and are not changed.
+
+        ``numbers``: the inputs of the graph that are numbers of the user's code.
+        """
         from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
 
-        self.workload, self.model = workload, model
+        self.workload, self.model, self.numbers = workload, model, numbers
+        self.values: dict[str, Any] = {}  # of ``numbers``, in the latest run
+        self.seen: dict[Call, list[tuple[int, Any]]] | None = None  # receives the numbers in all calls of a run
+        self.recorded = False  # whether the latest run did something that no run before it did
         self.performed = 0  # calls of the latest run that no known result served
         self.num_runs = 0
         self.follows_backward = True  # the user's Python of the backward pass can run on fakes
@@ -110,6 +117,7 @@ class Tape:
             difference = None
             reading = run.reading
             assert reading is not None, "a run that has ended has read calls"
+            self.recorded, self.values = reading.records, run.numbers.values
             if reading.records:
                 if graph is not None:
                     difference = _of_graphs(graph, sizes, run.graph())
@@ -124,6 +132,8 @@ class Tape:
         finally:
             run.close()
             self._memoized.forget()
+        if difference is None and graph is not None and len(self.values) < len(self.numbers):
+            difference = Difference("", "a number that travels with each batch is not in the call that was recorded")
         moved = outside.moved()
         difference = difference or outside.difference(self._settings, moved, self._moved)
         self._moved = moved if self.num_runs else frozenset()
@@ -155,6 +165,7 @@ class _Run:
         self.recorder: Recorder | None = None
         self.reading: Reading | None = None
         self.root = root
+        self.numbers = Numbers(tape.numbers, tape.seen)
 
     def end(self) -> Hashable:
         """Run, and return what identifies the loss, its weight and the buffers that are bound to new tensors.
@@ -165,6 +176,7 @@ class _Run:
         with live:
             self.recorder = recorder = Recorder(live, self.symbols)
             recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
+            recorder.numbers = self.numbers
             keys = Keys(live, tape._contents, tape._origins.identity)
             self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins)
             tape._shape_env.around = lambda: recorder.modules.around
@@ -205,6 +217,7 @@ class _Run:
     def _inputs(self, recorder: Recorder, keys: Keys) -> Iterator[tuple[str, Tensor]]:
         root = self.root
         with recorder.paused():
+            numbers = {n: self.tape._mode.from_tensor(t) for n, t in tensors_of(self.tape.numbers).items()}
             if not root.results or is_held(root.results, OWN) or forms_of(root.results) != root.form:
                 root.results = [
                     torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU, requires_grad=t.requires_grad)
@@ -212,6 +225,8 @@ class _Run:
                 ]
                 root.form = forms_of(root.results)
             keys.add(root.results)
+        for name, number in numbers.items():
+            recorder.writer.add_input(name, number)
         for index, name in enumerate(self.leaves):
             recorder.writer.add_input(name, root.results[index])
             yield name, root.results[index]

@@ -1,0 +1,70 @@
+"""The Python numbers of a model that change from step to step, found in a process that trains nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.commands.settings import ignore_event
+from autopipe.draws import exclusive
+from autopipe.errors import AutopipeError, RunError
+from autopipe.ir import artifact, decoding
+from autopipe.ir.graph import Graph, Input
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.runtime.batches.guard import built
+from autopipe.trace.state.trying.isolation import isolated
+from autopipe.trace.tape.survey import changing_numbers
+from autopipe.workers.task import Link
+from autopipe.workers.worker import Worker, result_of
+from autopipe.workload import Workload
+
+logger = logging.getLogger(__name__)
+
+_MOST_SECONDS = 60.0
+
+
+def changing(workload: Workload) -> tuple[Input, ...]:
+    """Return the numbers that a model's Python changes, as inputs of its graph; () if something else changes, too."""
+    if any(hook in workload.hooks for hook in ("after_step", "split")):  # the ranks run them
+        return ()
+    states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)
+    return _changing(artifact.canonical(workload.spec), states)
+
+
+@functools.lru_cache(maxsize=8)
+def _changing(spec: str, _: Any) -> tuple[Input, ...]:
+    try:
+        worker = Worker(survey, json.loads(spec), doing="looking for numbers that change")
+        values = result_of(worker, ignore_event)
+    except AutopipeError as error:
+        logger.info("the numbers that change are not known: %s", error)
+        return ()
+    return tuple(decoding.decode(Input, value, "input") for value in values)
+
+
+def survey(task: Any, link: Link) -> Any:
+    """Find the numbers, in the process for them. ``task``: a workload's spec as JSON values."""
+    workload = Workload.from_spec(decoding.decode(WorkloadSpec, task, "spec"))
+    with isolated(_MOST_SECONDS):
+        with exclusive(), torch.random.fork_rng(devices=()):
+            model = built(workload)
+        return [artifact.encode(entry) for entry in changing_numbers(workload, model)]
+
+
+def refuse_numbers(graph: Graph, what: str) -> None:
+    """Refuse what a process without the model's Python cannot do. ``what``: the end of the sentence.
+
+    Raises: RunError naming a number that changes.
+    """
+    number = next((entry.number for entry in graph.numbers), None)
+    if number is not None:
+        raise RunError(
+            f"numbers of the model's Python change from step to step, and {what}",
+            where=number.place,
+            remedy="make the number a buffer (register_buffer) that torch operations update, or a tensor of the batch",
+        )
