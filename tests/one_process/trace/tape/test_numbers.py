@@ -1,0 +1,75 @@
+"""Python numbers that change from step to step travel with the microbatches; whatever else changes is refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.models.lifted import row
+from support.models.state import BASE, net
+
+EQUAL = {
+    "an annealed weight": net("self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k"),
+    "a temperature": net("self.t = 2.0", "self.t = max(1.0, self.t * 0.97)", "y = y / self.t"),
+    "a warm-up in the loss": """
+STEP = [0]
+
+def loss(output, target):
+    STEP[0] += 1
+    return F.cross_entropy(output, target) * min(1.0, STEP[0] / 30)
+""",
+    "a dropout that rises": net("self.k = 1", "self.k += 1\n        x = F.dropout(x, 0.001 * self.k, self.training)"),
+    "an index": net("self.k = 0", "self.k += 1\n        x = x + x[:, self.k % 8].unsqueeze(1)"),
+    "a switch as a number": net("self.k = 0", "self.k += 1\n        x = x * (self.k % 3 == 0)"),
+    "a generator of its own": net("self.coin = random.Random(0)", "x = x * self.coin.random()"),
+    "numpy's generator of its own": net("self.coin = np.random.default_rng(0)", "x = x * self.coin.random()"),
+    "a number that becomes a tensor": net("self.k = 0", "self.k += 1\n        x = x * torch.tensor(0.1 * self.k)"),
+    "a number of every block": net(
+        "self.k = 0", "self.k += 1\n        for block in self.h: x = block(x) * (0.9 + 0.001 * self.k)"
+    ),
+}
+REFUSED = {
+    "another branch": net("self.k = 0", "self.k += 1\n        if self.k % 2: x = x * 0.5"),
+    "another type": net("self.k = 0", "self.k += 1\n        x = x * (2 if self.k % 2 else 0.5)"),
+    "a slice": net("self.k = 0", "self.k += 1\n        x = x + x[:, : 1 + self.k % 2].sum(1, keepdim=True)"),
+    "a layer's setting": net("self.d = nn.Dropout(0.1)", "self.d.p = min(0.5, self.d.p + 0.01)\n        x = self.d(x)"),
+    "a number, and what a scheduler sets": "FACTOR = [1.0]\n" + net(
+        "self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k * FACTOR[0]"
+    ) + """
+def lower(step):
+    FACTOR[0] = 1.0 if step < 5 else 0.5
+    return 1.0
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
+""",
+    "a number in a file": net(
+        "open('number', 'w').write('1')",
+        "k = int(open('number').read()) + 1\n        open('number', 'w').write(str(k))\n        x = x * (1 + 0.01 * k)",
+    ),
+}  # fmt: skip
+LATE = {
+    "a dropout that ends": net("self.k = 0", "self.k += 1\n        x = F.dropout(x, 0.1 - 0.0004 * min(self.k, 250))"),
+    "a type that changes": net(
+        "self.k = 0", "self.k += 1\n        x = x * (1.5 + self.k / 300 if self.k < 260 else 2)"
+    ),
+    "another number": net("self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k + (0.0 if self.k < 260 else 0.1)"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_numbers_that_change_train_as_in_a_plain_loop(name: str) -> None:
+    result = row(BASE + EQUAL[name], 20, 2)
+    assert result["kind"] == "equal", result
+    assert not result["why"].startswith("0 numbers")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_more_than_numbers_is_refused_as_before(name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    result = row(BASE + REFUSED[name], 20, 2)
+    assert result["kind"] == "refused", result
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_changes_after_the_first_minibatches_ends_the_run(name: str) -> None:
+    result = row(BASE + LATE[name], 150, 2)
+    assert result["kind"] == "stopped", result
