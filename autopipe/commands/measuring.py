@@ -36,7 +36,7 @@ from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
-from autopipe.trace.record.numbers import WithNumbers
+from autopipe.trace.numbers import WithNumbers
 from autopipe.trace.teams import alone
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, result_of

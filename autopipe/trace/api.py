@@ -17,10 +17,10 @@ from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.divisor import find_divisor
+from autopipe.trace.numbers import CHANGING, WithNumbers, note_of
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
-from autopipe.trace.record.numbers import CHANGING, WithNumbers, note_of
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
 from autopipe.trace.state.check import refuse_changing_state

@@ -35,7 +35,7 @@ from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.loss_weights import Divisors, divisors_of, divisors_of_parts, shares_of
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
-from autopipe.trace.record.numbers import tensors_of
+from autopipe.trace.numbers import tensors_of
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.cutting.dimensions import BatchDimensions

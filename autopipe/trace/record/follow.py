@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopipe.errors import TraceError
 from autopipe.trace.explain import COIN, FIXED_BATCH, explained
 from autopipe.trace.lines.draws import DrawingLine, is_drawn
+from autopipe.trace.numbers import Numbers
 from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.record import rebound
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
-from autopipe.trace.record.numbers import Numbers
 from autopipe.trace.record.patches import TrainingReads, following
 from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.recorder import Recorder

@@ -36,11 +36,11 @@ from autopipe.trace.explain import (
     unsupported,
     where_short,
 )
+from autopipe.trace.numbers import Numbers, plain
 from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.fixed import NOT_FIXED, Fixed
-from autopipe.trace.record.numbers import Numbers, plain
 from autopipe.trace.record.real_values import RealValues
 from autopipe.trace.record.running import Performed, Running, Tape
 from autopipe.trace.record.symbols import Symbols

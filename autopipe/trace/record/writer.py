@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
+from autopipe.trace.numbers import Lifted
 from autopipe.trace.record.faked_model import FakedModel
-from autopipe.trace.record.numbers import Lifted
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import Call
 from autopipe.trace.record.tensor_nodes import TensorNodes

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.bits import bytes_of
 from autopipe.trace.explain import unsupported
-from autopipe.trace.record.numbers import Lifted
+from autopipe.trace.numbers import Lifted
 from autopipe.trace.record.values import SYMBOLIC
 from autopipe.trace.tape.live import LiveModel
 

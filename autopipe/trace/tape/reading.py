@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.errors import AutopipeError
 from autopipe.trace.explain import depends_on_data, explained, unsupported
+from autopipe.trace.numbers import Lifted
 from autopipe.trace.record.fixed import NOT_FIXED
-from autopipe.trace.record.numbers import Lifted
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.running import Performed, Running
 from autopipe.trace.record.values import OF_ITSELF, is_answered, storage_key, tensors_in

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Input, Number
-from autopipe.trace.record.numbers import Call, kind_of, spec_of
+from autopipe.trace.numbers import Call, kind_of, spec_of
 from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
 
@@ -30,6 +30,8 @@ _LARGEST = 1 << 62
 
 def changing_numbers(workload: Workload, model: nn.Module) -> tuple[Input, ...]:
     """Return the inputs for the numbers that change. They are () if anything else changes, too, or nothing does."""
+    if _has_own_steps(workload, model):
+        return ()
     tape = Tape(workload, model)
     first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the numbers of its first run
     recorded: dict[Any, int] = {}  # form -> how many inputs there were when a run did something new
@@ -56,6 +58,19 @@ def changing_numbers(workload: Workload, model: nn.Module) -> tuple[Input, ...]:
         if len(tape.numbers) > _MOST_NUMBERS or time.monotonic() > deadline:
             break
     return tape.numbers if len(tape.numbers) <= _MOST_NUMBERS else ()
+
+
+def _has_own_steps(workload: Workload, model: nn.Module) -> bool:
+    """Return whether a step of the optimizer runs code of the user, or may: it could change what a forward reads."""
+    try:
+        optimizer: Any = workload.optimizer([*model.named_parameters()])
+    except Exception as error:
+        logger.info("the optimizer is not known: %s", error)
+        return True
+    if optimizer is None:
+        return False
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim")
 
 
 def _microbatches(workload: Workload) -> Iterator[Item]:

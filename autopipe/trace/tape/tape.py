@@ -23,10 +23,10 @@ from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.graph.describe import GUARD, describe
 from autopipe.trace.lines.of_nodes import where_text
+from autopipe.trace.numbers import Call, Numbers, tensors_of
 from autopipe.trace.record import rebound
 from autopipe.trace.record.caches import MemoizedFakes
 from autopipe.trace.record.follow import Followed, clean, running
-from autopipe.trace.record.numbers import Call, Numbers, tensors_of
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.state.refusal import KEEP

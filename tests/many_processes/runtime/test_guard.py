@@ -113,3 +113,18 @@ def test_a_run_whose_python_does_not_change_is_that_of_the_plain_loop(commands: 
     torch.set_num_threads(1)
     expected, _, _ = plain(path, minibatches(load_workload(LoadOptions(str(path))), 6, 8), 4)
     assert losses(commands.folder) == pytest.approx([float(value) for value in expected], abs=0.0)
+
+
+def test_a_number_that_changes_travels_with_its_microbatch(commands: Commands) -> None:
+    write(commands.folder, "(1.0 + 0.01 * self.calls)")
+    words = (*WORDS[:-2], "--steps", "6", "--run-dir", "run", "--schedule", "1f1b")
+    _, stderr = commands.run(*words)
+    assert "1.01 in mul at model.py:24" in " ".join(stderr.split())
+    path = commands.folder / "model.py"
+    torch.set_num_threads(1)
+    expected, _, _ = plain(path, minibatches(load_workload(LoadOptions(str(path))), 6, 8), 4)
+    assert losses(commands.folder) == pytest.approx([float(value) for value in expected], abs=0.0)
+    for refused in (("train", *words[1:], "--audit-every", "2"), ("check", *WORDS[1:-2], "--steps", "3")):
+        _, stderr = commands.run(*refused, code=1)
+        assert "numbers of the model's Python change from step to step" in stderr
+    assert_no_process_is_left(commands.folder)

@@ -41,6 +41,17 @@ def lower(step):
 def scheduler(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
 """,
+    "a number, and what the optimizer sets": "FACTOR = [1.0]\n" + net(
+        "self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k * FACTOR[0]"
+    ) + """
+class Lowering(torch.optim.SGD):
+    def step(self, closure=None):
+        FACTOR[0] *= 0.9
+        return super().step(closure)
+
+def optimizer(named_parameters):
+    return Lowering([parameter for _, parameter in named_parameters], lr=0.1)
+""",
     "a number in a file": net(
         "open('number', 'w').write('1')",
         "k = int(open('number').read()) + 1\n        open('number', 'w').write(str(k))\n        x = x * (1 + 0.01 * k)",
