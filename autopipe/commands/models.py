@@ -61,12 +61,13 @@ def load_model(
     stored: Profile | None = None,
     state: bool = True,
     minibatch: Minibatch | None = None,
+    proven_on: str = "cpu",
 ) -> Model:
     """Load and capture the model.
 
     ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
-    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. A large model gets placeholders
-    for its parameters, and a note says so.
+    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``proven_on``: the device of
+    ``capture``. A large model gets placeholders for its parameters, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
@@ -95,6 +96,7 @@ def load_model(
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
             state=state,
+            device=torch.device(proven_on),
         )
 
     try:

@@ -9,14 +9,17 @@ import logging
 import types
 from collections.abc import Container, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Node
 from autopipe.trace.after_step import effects_of
+from autopipe.trace.graph.replay import CPU
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
+from autopipe.trace.placed import Place
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
@@ -26,7 +29,6 @@ from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
-from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
 from autopipe.workload.model.size_limits import lack_of_memory_to_verify
@@ -45,6 +47,7 @@ def capture(
     training: bool = True,
     others: Sequence[Item] | None = None,
     state: bool = True,
+    device: torch.device = CPU,
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
@@ -52,16 +55,26 @@ def capture(
     that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
     ``training``: False captures the model in evaluation mode. ``others``: for a further recording of a model, batches
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
-    supports it. ``state``: search for Python state that the forward changes and reads. Memory: ``verify`` keeps moved
-    weights and two gradients per parameter; if these do not fit, the capture is not verified, with a note.
+    supports it. ``state``: search for Python state that the forward changes and reads. ``device``: computes real
+    numbers; before and afterwards the model is on the CPU. Memory: ``verify`` keeps moved weights and two gradients per
+    parameter; if these do not fit this host, the capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
-    the loss of a training has no gradient.
+    the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
     """
     model = workload.build_model() if model is None else model
     if training:
         captured = _capture(
-            workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=True
+            workload,
+            model,
+            batch_size,
+            allow_data_dependent,
+            verify,
+            lengths,
+            others,
+            state,
+            Place(device),
+            training=True,
         )
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     trained = workload.spec.opaque_modules
@@ -69,7 +82,16 @@ def capture(
         model.eval()
         try:
             return _capture(
-                workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=False
+                workload,
+                model,
+                batch_size,
+                allow_data_dependent,
+                verify,
+                lengths,
+                others,
+                state,
+                Place(device),
+                training=False,
             )
         finally:
             workload.run_opaque(trained)
@@ -84,6 +106,7 @@ def _capture(
     free: bool,
     others: Sequence[Item] | None,
     state: bool,
+    place: Place,
     *,
     training: bool,
 ) -> Capture:
@@ -113,10 +136,13 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        of_state: tuple[str, ...] = ()
-        if state and trains(model) and not on_meta:
-            of_state = refuse_changing_state(workload, model, item, ran, settings)
-        unread = () if on_meta else unread_paths(workload, model, item, captured.module)
+        of_state, unread = tuple[str, ...](), tuple[str, ...]()
+        if not on_meta:
+            with place.having(workload, model, captured) as placed:
+                own = place.item(workload, item)
+                if state and trains(model):
+                    of_state = refuse_changing_state(placed, model, own, ran, settings)
+                unread = unread_paths(placed, model, own, captured.module)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
@@ -125,15 +151,13 @@ def _capture(
         return _with_divisor(workload, capture, *items)
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
-    notes = ["not verified: the model is on the meta device"] if on_meta else []
-    if verify and not on_meta and (lack := lack_of_memory_to_verify(model)):
-        notes = [f"the captured model is not compared with the original: {lack}"]
+    notes = _why_not_verified(model, place, verify)
     if not verify or notes:
         return dataclasses.replace(bounded(captured, lengths, 0), notes=(*captured.notes, *notes))
-    proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None)
+    proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None, place=place)
     if others and captured.graph.lengths:
         try:
-            verify_capture(workload, model, captured.module, captured.graph, [*others])
+            proof.on_batches(captured, others)
         except TraceError as why:
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
@@ -143,6 +167,13 @@ def _capture(
             return proven
         captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     return proof.of(captured)
+
+
+def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str, ...]:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return ("not verified: the model is on the meta device",)
+    lack = lack_of_memory_to_verify(model) if verify and place.is_cpu else ""
+    return (f"the captured model is not compared with the original: {lack}",) if lack else ()
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:

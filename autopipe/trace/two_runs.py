@@ -124,6 +124,8 @@ def num_agreeing(workload: Workload, model: nn.Module, capture: Capture, batches
                 if not _agrees(workload, model, capture, item, gradients=gradients):
                     break
                 number += 1
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
     return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelFileError
@@ -47,6 +48,8 @@ def coupling_of(workload: Workload, model: nn.Module, item: Item, graph: Graph, 
                 exact = _apart_in_float32(workload, model, item, parts, shares.factors)
                 apart, limit = (apart, limit) if exact is None else (exact, COUPLED)
             is_sum = apart is not None and apart > limit and _is_sum(workload, model, whole, parts, limit)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         logger.info("a batch was not compared with its microbatches: %s", error)
         return Coupling()
@@ -127,6 +130,8 @@ def _apart_in_float32(
         with in_float32(model):
             whole = gradients_of(workload, model, [wide], [1.0])
             return difference(whole, gradients_of(workload, model, wide_parts, factors))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # the forward itself converts to the coarse type
         logger.info("a batch was not compared with its microbatches in float32: %s", error)
         return None
