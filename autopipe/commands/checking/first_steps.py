@@ -156,7 +156,7 @@ class FirstSteps:
         edited = next((path for path, content in self.files.items() if digest_of_file(Path(path)) != content), "")
         if edited:
             self._note(f"not checked: {edited} was edited since the run began")
-        elif worker.error is not None:  # a difference is no error of the process
+        elif worker.error is not None:  # of the process: a difference is a result
             self._note(f"not checked: {getattr(worker.error, 'what', worker.error)}")
         else:
             try:
