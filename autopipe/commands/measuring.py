@@ -28,7 +28,7 @@ from autopipe.commands.planning.request import (
 )
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
-from autopipe.errors import ModelFileError, ProfileError, RunError, counted
+from autopipe.errors import ProfileError, RunError, counted
 from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
@@ -161,8 +161,6 @@ def _measured_in_another_process(
     device = find_device(settings.device or "auto").type
     try:
         answer = answer_of(device)
-    except (ModelFileError, OSError):  # of the user's file
-        raise
     except Exception as error:
         if captured or device == "cpu":
             raise
