@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 _CAPTURED = "cpu"  # the type of the device on which models are captured
+_OF_A_DEVICE = re.compile(r"CUDA|cuDNN|CUDNN|CUBLAS|out of memory|on the same device")
 
 
 def autocast_on(device: torch.device, meta: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -33,3 +35,12 @@ def arguments_on(device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any
     if kwargs.get("device") == _CAPTURED:
         kwargs["device"] = device
     return args, kwargs
+
+
+def reraise_failure_of_device(error: BaseException) -> None:
+    """Raise an error again if a GPU is its cause: it tells nothing about the model, and may repeat."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError) or _OF_A_DEVICE.search(str(cause)):
+            raise error
+        cause = cause.__cause__

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.checking.batch_sizes import taken
+from autopipe.commands.checking.batch_sizes import PlainModel, taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.planning.request import (
     COUNTED_SIZES,
@@ -36,7 +36,7 @@ from autopipe.measure import estimate, measure
 from autopipe.measure.device import find_device, release
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
-from autopipe.trace.placed import Place
+from autopipe.trace.placed import Place, used
 from autopipe.trace.teams import alone
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, result_of
@@ -124,15 +124,13 @@ def _measured_in_another_process(
     If the capture fails there, another process makes it on the CPU, which alone decides: a GPU may be too small for it,
     or useless after a batch that the model rejects, and it may add in another order from run to run.
     """
-    captured = False
+    received = set[str]()
 
     def handle(kind: str, fields: dict[str, Any]) -> None:
-        nonlocal captured
+        received.add(kind)
         if kind == "progress":
             work.progress(fields["what"], fields["fraction"])
-            return
-        captured = True
-        if accept is not None:
+        elif kind == "captured" and accept is not None:
             accept(decoding.decode(Graph, fields["graph"], "graph"))
 
     def answer_of(proven_on: str) -> dict[str, Any]:
@@ -155,18 +153,23 @@ def _measured_in_another_process(
             threads=torch.get_num_threads(),
             failure=ProfileError,
         )
-        answer: dict[str, Any] = result_of(worker, handle)
+        try:
+            answer: dict[str, Any] = result_of(worker, handle)
+        finally:
+            if worker.died:
+                received.add("on device")
         return answer
 
-    device = find_device(settings.device or "auto").type
+    device = str(find_device(settings.device or "auto"))
     try:
         answer = answer_of(device)
     except Exception as error:
-        if captured or device == "cpu":
+        if "captured" in received or "on device" not in received:
             raise
         why = (str(getattr(error, "what", error)).strip().splitlines() or [type(error).__name__])[0]
-        answer = answer_of("cpu")
         work.notes.append(f"captured on the CPU, because that failed on {device}: {why}")
+        work.progress(f"capturing the model on the CPU, because that failed on {device}", 0.0)
+        answer = answer_of("cpu")
     work.notes.extend(note for note in answer["notes"] if note not in work.notes)
     return Measured(work.store.stored_profile(), answer["method"], tuple(answer["warnings"]))
 
@@ -188,7 +191,12 @@ def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
     def accept(graph: Graph) -> None:
         link.ask("captured", graph=artifact.encode(graph))
 
-    measured = _measured_here(settings, work, wanted.sizes, accept, wanted.minibatch, wanted.proven_on)
+    try:
+        measured = _measured_here(settings, work, wanted.sizes, accept, wanted.minibatch, wanted.proven_on)
+    except Exception:
+        if used:
+            link.send("on device")
+        raise
     return {"notes": work.notes, "method": measured.method, "warnings": measured.warnings}
 
 
@@ -250,11 +258,22 @@ def _usable(model: Model, sizes: Sizes, work: Work, device: torch.device) -> tup
     wanted = sorted({*usual, *sizes.exact})
     if any(parameter.is_meta for parameter in model.built.parameters()):
         return tuple(wanted)
-    with Place(device).having(model.workload, model.built, model.capture):
-        usable, why = taken(model.workload, model.built, wanted, device.type)
+    if device in used and _takes_on(device, model, wanted[0]):
+        return tuple(wanted)
+    usable, why = taken(model.workload, model.built, wanted)
     if why:
         work.notes.append(f"only microbatches of at least {counted(usable[0], 'sample')} are measured: {why}")
     return usable
+
+
+def _takes_on(device: torch.device, model: Model, size: int) -> bool:
+    """Return whether the model trains on a batch of this size on a device. If not, the CPU decides."""
+    try:
+        with Place(device).having(model.workload, model.built, model.capture):
+            plain = PlainModel(model.workload, str(device), model.built)
+            return plain.refuses(model.workload.example_item(size), 1) is None
+    except Exception:
+        return False
 
 
 def ensure_profile(

@@ -102,6 +102,8 @@ def load_model(
     try:
         captured = captured_now()
     except TraceError as error:
+        if proven_on != "cpu":  # the CPU decides
+            raise
         if settings.estimate:
             if depends_on_data(error.__cause__):
                 error.remedy = (

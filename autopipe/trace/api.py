@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopipe import sparse
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Node
 from autopipe.trace.after_step import effects_of
@@ -63,6 +64,7 @@ def capture(
     the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
     """
     model = workload.build_model() if model is None else model
+    place = Place(device).or_cpu(model)
     if training:
         captured = _capture(
             workload,
@@ -73,7 +75,7 @@ def capture(
             lengths,
             others,
             state,
-            Place(device),
+            place,
             training=True,
         )
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
@@ -90,7 +92,7 @@ def capture(
                 lengths,
                 others,
                 state,
-                Place(device),
+                place,
                 training=False,
             )
         finally:
@@ -159,6 +161,7 @@ def _capture(
         try:
             proof.on_batches(captured, others)
         except TraceError as why:
+            reraise_failure_of_device(why)
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     elif captured.graph.lengths:

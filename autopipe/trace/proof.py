@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Node
 from autopipe.trace import two_runs
@@ -43,7 +44,7 @@ class Proof:
 
     @contextlib.contextmanager
     def _placed(self, captured: Capture) -> Iterator[Proof]:
-        with self.place.having(self.workload, self.model, captured) as workload:
+        with self.place.having(self.workload, self.model, captured) as workload, self.place.in_float32():
             items = [self.place.item(self.workload, item) for item in self.items]
             yield dataclasses.replace(self, workload=workload, items=items)
 
@@ -82,6 +83,7 @@ class Proof:
             try:
                 verify(workload, self.model, captured.module, captured.graph, [item])
             except TraceError as why:
+                reraise_failure_of_device(why)
                 logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
             else:
                 return self._by_batches(bounded(captured, lengths, part))
@@ -102,8 +104,6 @@ class Proof:
         # a decision is that of the captured batch, and an opaque module may do something else with each
         varies = any(node.target == GUARD or node.opaque for node in graph.nodes)
         exact, notes = verify(workload, model, captured.module, graph, self.items if varies else self.items[-1:])
-        if not self.place.is_cpu and not captured.asks_compiling:
-            exact = True  # the same calls; a GPU may add in another order from run to run
         coupling = captured.coupling
         if self.in_parts:
             notes += statistics_notes(graph)

@@ -141,7 +141,7 @@ def test_what_fails_on_a_gpu_is_captured_on_the_cpu(tmp_path: Path) -> None:
     assert "simulated GPU" in output + errors
 
 
-def test_nothing_of_a_model_on_gpus_is_computed_on_the_cpu(tmp_path: Path) -> None:
+def test_a_plain_model_on_gpus_runs_no_forward_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(COUNTED)
     calls = tmp_path / "calls"
     words = ("--batch-size", "4", "--steps", "2", "--no-check")

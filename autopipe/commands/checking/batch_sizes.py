@@ -75,14 +75,12 @@ class PlainModel:
         return None
 
 
-def taken(
-    workload: Workload, model: nn.Module, sizes: Sequence[int], device: str = "cpu"
-) -> tuple[tuple[int, ...], str]:
+def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """Return the sizes from the smallest accepted one on, and the reason why smaller ones are not accepted, or "".
 
     If none is accepted, all are returned: a later step reports the problem.
     """
-    plain = PlainModel(workload, device, model)
+    plain = PlainModel(workload, "cpu", model)
     why = ""
     for index, size in enumerate(sizes):
         refused = plain.refuses(workload.example_item(size), 1)
