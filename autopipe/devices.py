@@ -39,8 +39,9 @@ def arguments_on(device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def reraise_failure_of_device(error: BaseException) -> None:
     """Raise an error again if a GPU is its cause: it tells nothing about the model, and may repeat."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError) or _OF_A_DEVICE.search(str(cause)):
-            raise error
+    cause, met = error.__cause__, [error]
+    while cause is not None and cause not in met:  # an error may be its own cause
+        met.append(cause)
         cause = cause.__cause__
+    if any(isinstance(one, torch.OutOfMemoryError) or _OF_A_DEVICE.search(str(one)) for one in met):
+        raise error
