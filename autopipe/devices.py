@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 _CAPTURED = "cpu"  # the type of the device on which models are captured
-_OF_A_DEVICE = re.compile(r"CUDA|cuDNN|CUDNN|CUBLAS|out of memory|on the same device")
+_OF_A_DEVICE = re.compile(r"CUDA error|cuDNN error|CU[A-Z]+_STATUS_|out of memory|on the same device")
 
 
 def autocast_on(device: torch.device, meta: Mapping[str, Any]) -> tuple[Any, ...]:
