@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import types
@@ -65,38 +66,19 @@ def capture(
     """
     model = workload.build_model() if model is None else model
     place = Place(device).or_cpu(model)
+    record = functools.partial(
+        _capture, workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, place
+    )
     if training:
-        captured = _capture(
-            workload,
-            model,
-            batch_size,
-            allow_data_dependent,
-            verify,
-            lengths,
-            others,
-            state,
-            place,
-            training=True,
-        )
+        captured = record(training=True)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
-    trained = workload.spec.opaque_modules
+    opaque = workload.spec.opaque_modules
     with left_as_it_was(model):
         model.eval()
         try:
-            return _capture(
-                workload,
-                model,
-                batch_size,
-                allow_data_dependent,
-                verify,
-                lengths,
-                others,
-                state,
-                place,
-                training=False,
-            )
+            return record(training=False)
         finally:
-            workload.run_opaque(trained)
+            workload.run_opaque(opaque)
 
 
 def _capture(
