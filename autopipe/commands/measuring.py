@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.checking.batch_sizes import taken
+from autopipe.commands.checking.batch_sizes import PlainModel, taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.planning.request import (
     COUNTED_SIZES,
@@ -33,10 +33,11 @@ from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
-from autopipe.measure.device import find_device
+from autopipe.measure.device import find_device, release
 from autopipe.trace.axes import find_axes
 from autopipe.trace.loss.coupling import statistics_notes
 from autopipe.trace.numbers import WithNumbers
+from autopipe.trace.placed import Place, used
 from autopipe.trace.teams import alone
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, result_of
@@ -69,6 +70,8 @@ class _Task:
     verify: bool
     sizes: Sizes
     minibatch: Minibatch | None
+    # see ``load_model``
+    proven_on: str
 
 
 def measured_apart(settings: ProfileSettings) -> bool:
@@ -102,11 +105,17 @@ def _with_numbers(model: Model) -> Any:
 
 
 def _measured_here(
-    settings: ProfileSettings, work: Work, sizes: Sizes, accept: Accept | None, minibatch: Minibatch | None
+    settings: ProfileSettings,
+    work: Work,
+    sizes: Sizes,
+    accept: Accept | None,
+    minibatch: Minibatch | None,
+    proven_on: str = "cpu",
 ) -> Measured:
     if not settings.estimate:  # described for the device that is measured, whatever the stored profile was made for
         settings = dataclasses.replace(settings, device=settings.device or "auto")
-    model = load_model(settings, work, verify=settings.verify, minibatch=minibatch)
+    model = load_model(settings, work, verify=settings.verify, minibatch=minibatch, proven_on=proven_on)
+    release(torch.device(proven_on))
     if accept is not None:
         accept(model.capture.graph)
     profile = measure_model(model, settings, work, sizes)
@@ -116,31 +125,57 @@ def _measured_here(
 def _measured_in_another_process(
     settings: ProfileSettings, work: Work, sizes: Sizes, accept: Accept | None, minibatch: Minibatch | None
 ) -> Measured:
+    """Measure in a process, which proves the capture on the device that it measures.
+
+    If the capture fails there, another process makes it on the CPU, which alone decides: a GPU may be too small for it,
+    or useless after a batch that the model rejects, and it may add in another order from run to run.
+    """
+    received = set[str]()
+
     def handle(kind: str, fields: dict[str, Any]) -> None:
+        received.add(kind)
         if kind == "progress":
             work.progress(fields["what"], fields["fraction"])
-        elif accept is not None:
+        elif kind == "captured" and accept is not None:
             accept(decoding.decode(Graph, fields["graph"], "graph"))
 
-    task = _Task(
-        settings.model,
-        str(settings.work_dir),
-        settings.device,
-        settings.microbatch_sizes,
-        settings.threads,
-        settings.allow_data_dependent,
-        settings.verify,
-        sizes,
-        minibatch,
-    )
-    worker = Worker(
-        measure_for_command,
-        artifact.encode(task),
-        doing="measuring the model",
-        threads=torch.get_num_threads(),
-        failure=ProfileError,
-    )
-    answer = result_of(worker, handle)
+    def answer_of(proven_on: str) -> dict[str, Any]:
+        task = _Task(
+            settings.model,
+            str(settings.work_dir),
+            settings.device,
+            settings.microbatch_sizes,
+            settings.threads,
+            settings.allow_data_dependent,
+            settings.verify,
+            sizes,
+            minibatch,
+            proven_on,
+        )
+        worker = Worker(
+            measure_for_command,
+            artifact.encode(task),
+            doing="measuring the model",
+            threads=torch.get_num_threads(),
+            failure=ProfileError,
+        )
+        try:
+            answer: dict[str, Any] = result_of(worker, handle)
+        finally:
+            if worker.died:
+                received.add("on device")
+        return answer
+
+    device = str(find_device(settings.device or "auto"))
+    try:
+        answer = answer_of(device)
+    except Exception as error:
+        if "captured" in received or "on device" not in received:
+            raise
+        why = (str(getattr(error, "what", error)).strip().splitlines() or [type(error).__name__])[0]
+        work.notes.append(f"captured on the CPU, because that failed on {device}: {why}")
+        work.progress(f"capturing the model on the CPU, because that failed on {device}", 0.0)
+        answer = answer_of("cpu")
     work.notes.extend(note for note in answer["notes"] if note not in work.notes)
     return Measured(work.store.stored_profile(), answer["method"], tuple(answer["warnings"]))
 
@@ -162,7 +197,12 @@ def measure_for_command(task: Any, link: Link) -> dict[str, Any]:
     def accept(graph: Graph) -> None:
         link.ask("captured", graph=artifact.encode(graph))
 
-    measured = _measured_here(settings, work, wanted.sizes, accept, wanted.minibatch)
+    try:
+        measured = _measured_here(settings, work, wanted.sizes, accept, wanted.minibatch, wanted.proven_on)
+    except Exception:
+        if used:
+            link.send("on device")
+        raise
     return {"notes": work.notes, "method": measured.method, "warnings": measured.warnings}
 
 
@@ -179,7 +219,8 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     elif settings.microbatch_sizes:
         wanted, larger = settings.microbatch_sizes, ()
     else:
-        usable = _usable(model, sizes, work)
+        device = torch.device("cpu") if settings.estimate else find_device(settings.device or "auto")
+        usable = _usable(model, sizes, work, device)
         wanted = usable
         if not settings.estimate:  # larger sizes are for another minibatch, which a later command may name
             wanted = tuple(size for size in usable if size <= minibatch_size or size in sizes.exact) or usable[:1]
@@ -216,17 +257,29 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     return profile
 
 
-def _usable(model: Model, sizes: Sizes, work: Work) -> tuple[int, ...]:
+def _usable(model: Model, sizes: Sizes, work: Work, device: torch.device) -> tuple[int, ...]:
     """Return the sizes to measure: those that the model accepts in training, which may exclude one sample."""
     least = min(sizes.exact, default=1)
     usual = COUNTED_SIZES if sizes.few else (size for size in MICROBATCH_SIZES if size >= least)
     wanted = sorted({*usual, *sizes.exact})
     if any(parameter.is_meta for parameter in model.built.parameters()):
         return tuple(wanted)
+    if device in used and _takes_on(device, model, wanted[0]):
+        return tuple(wanted)
     usable, why = taken(model.workload, model.built, wanted)
     if why:
         work.notes.append(f"only microbatches of at least {counted(usable[0], 'sample')} are measured: {why}")
     return usable
+
+
+def _takes_on(device: torch.device, model: Model, size: int) -> bool:
+    """Return whether the model trains on a batch of this size on a device. If not, the CPU decides."""
+    try:
+        with Place(device).having(model.workload, model.built, model.capture):
+            plain = PlainModel(model.workload, str(device), model.built)
+            return plain.refuses(model.workload.example_item(size), 1) is None
+    except Exception:
+        return False
 
 
 def ensure_profile(

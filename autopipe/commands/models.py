@@ -62,12 +62,13 @@ def load_model(
     stored: Profile | None = None,
     state: bool = True,
     minibatch: Minibatch | None = None,
+    proven_on: str = "cpu",
 ) -> Model:
     """Load and capture the model.
 
     ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
-    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. A large model gets placeholders
-    for its parameters, and a note says so.
+    ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``proven_on``: the device of
+    ``capture``. A large model gets placeholders for its parameters, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
@@ -98,11 +99,14 @@ def load_model(
             state=state,
             changing=lambda: changing(workload),
             numbers=stored.graph.numbers if stored is not None and not state else (),
+            device=torch.device(proven_on),
         )
 
     try:
         captured = captured_now()
     except TraceError as error:
+        if proven_on != "cpu":  # the CPU decides
+            raise
         if settings.estimate:
             if depends_on_data(error.__cause__):
                 error.remedy = (

@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from torch._subclasses import fake_tensor
 
 from autopipe import sparse
+from autopipe.devices import autocast_on
 from autopipe.ir.graph import Graph, Node
-from autopipe.measure.piece import StateCopies, autocast_of
+from autopipe.measure.piece import StateCopies
 from autopipe.measure.subject import Captured
 from autopipe.measure.walk import call
 from autopipe.strides import memory_order
@@ -150,7 +151,7 @@ def _forget(graph: Graph, values: dict[str, Any], position: int) -> None:
 @contextlib.contextmanager
 def _regions(node: fx.Node, device: torch.device) -> Iterator[None]:
     """Enter the autocast regions of a node. ``torch.autocast`` would disable itself where no GPU is available."""
-    regions = autocast_of(node, device)
+    regions = autocast_on(device, node.meta)
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in regions]
     for kind, dtype, enabled, _ in regions:
         torch.set_autocast_enabled(kind, enabled)

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from autopipe import sparse
 from autopipe.casts import is_replaceable, replace, shared_cast
+from autopipe.devices import arguments_on, autocast_on
 from autopipe.draws import seed_recurrent_layers
 from autopipe.team import Unplaced
 
 _STAGE = "stage_of_the_team"  # the attribute of a piece
-_CAPTURED = "cpu"  # the type of the device on which models are captured
 
 
 class StateCopies:
@@ -155,7 +155,7 @@ class Piece:
         for node in nodes:
             if node.op == "call_module":
                 attributes[_attribute(node)] = state.attribute(str(node.target))
-            args, kwargs = arguments_on(state.device, node)
+            args, kwargs = arguments_on(state.device, node.args, node.kwargs)
             arguments = fx.node.map_arg(args, argument), fx.node.map_arg(kwargs, argument)
             if args and isinstance(args[0], Unplaced):  # torch.fx would write it as a name
                 if _STAGE not in attributes:
@@ -205,7 +205,7 @@ class Region:
 
     def enter(self, node: fx.Node) -> None:
         """Enter the region of the next node, and leave the regions that it is not in."""
-        self._change(grad_of(node), autocast_of(node, self._device))
+        self._change(grad_of(node), autocast_on(self._device, node.meta))
 
     def leave(self) -> None:
         """Leave all regions."""
@@ -226,30 +226,6 @@ class Region:
 def grad_of(node: fx.Node) -> bool:
     """Return whether a node runs with gradients."""
     return bool(node.meta.get("grad", True))
-
-
-def autocast_of(node: fx.Node, device: torch.device) -> tuple[Any, ...]:
-    """Return (device, dtype, enabled, cache) of every autocast region that a node runs in on a device.
-
-    Models are captured on the CPU: a region of the CPU is one of the device that computes, as in the stage files.
-    """
-    entries = node.meta.get("autocast") or ()
-    regions = (entries,) if entries and isinstance(entries[0], str) else entries
-    return tuple((device.type if kind == _CAPTURED else kind, *rest) for kind, *rest in regions)
-
-
-def arguments_on(device: torch.device, node: fx.Node) -> tuple[Any, Any]:
-    """Return the arguments of a call, in which the device of the capture is replaced by the one that computes."""
-    if device.type == _CAPTURED:
-        return node.args, node.kwargs
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value.type == _CAPTURED else value
-
-    args, kwargs = fx.node.map_aggregate(node.args, moved), dict(fx.node.map_aggregate(node.kwargs, moved))
-    if kwargs.get("device") == _CAPTURED:
-        kwargs["device"] = device
-    return args, kwargs
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -34,12 +34,15 @@ def optimizer_cost(
 ) -> tuple[float, float]:
     """Return (seconds per byte, bytes of state per byte) of one step, on copies with random gradients.
 
-    ``parameters``: path -> whether the parameter is trained. Those after the first ``most_bytes`` are left out.
+    ``parameters``: path -> whether the parameter is trained. Those after the first ``most_bytes`` are left out, and so
+    are larger ones, such as embeddings, if there are others.
     """
     state, named, size = StateCopies(root, clock.device), [], 0
-    paths = {path for path, _ in root.named_parameters(remove_duplicate=False)}  # without those that no call reads
-    for path, trained in parameters.items():
-        copied = state.attribute(path) if trained and path in paths and size < most_bytes else None
+    # without those that no call reads
+    sizes = {path: p.numel() * p.element_size() for path, p in root.named_parameters(remove_duplicate=False)}
+    paths = [path for path, trained in parameters.items() if trained and path in sizes]
+    for path in [path for path in paths if sizes[path] <= most_bytes] or paths:
+        copied = state.attribute(path) if size < most_bytes else None
         if isinstance(copied, nn.Parameter):
             named.append((path, copied))
             size += copied.numel() * copied.element_size()

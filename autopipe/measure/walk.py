@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe import sparse
 from autopipe.casts import CastObserver
+from autopipe.devices import arguments_on, autocast_on
 from autopipe.errors import AutopipeError, ProfileError
 from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
@@ -26,8 +27,6 @@ from autopipe.measure.live import Workspace
 from autopipe.measure.piece import (
     Piece,
     StateCopies,
-    arguments_on,
-    autocast_of,
     grad_of,
     storage_of,
     tensors_of,
@@ -70,7 +69,7 @@ def region(node: fx.Node, device: torch.device, *, grad: bool) -> Iterator[None]
     """Enter the grad mode and autocast of the user's code at a node. ``grad=False`` disables gradients in any case."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad and grad_of(node)))
-        for kind, dtype, enabled, cache in autocast_of(node, device):
+        for kind, dtype, enabled, cache in autocast_on(device, node.meta):
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
@@ -81,7 +80,7 @@ def call(node: fx.Node, values: Mapping[str, Any], state: StateCopies) -> Any:
     def argument(source: fx.Node) -> Any:
         return state.attribute(str(source.target)) if source.op == "get_attr" else values[source.name]
 
-    args, kwargs = (fx.node.map_arg(part, argument) for part in arguments_on(state.device, node))
+    args, kwargs = (fx.node.map_arg(part, argument) for part in arguments_on(state.device, node.args, node.kwargs))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function = state.attribute(str(node.target)) if node.op == "call_module" else node.target
@@ -138,7 +137,7 @@ def signature(node: fx.Node, values: Values, state: StateCopies) -> Any:
         describe(kwargs),
         tuple(reads),
         grad_of(node),
-        str(autocast_of(node, state.device)),
+        str(autocast_on(state.device, node.meta)),
     )
 
 
@@ -171,7 +170,7 @@ class NodeTimer:
         state = StateCopies(root, self.clock.device)
         key = signature(node, values, state)
         names = inputs_of([node])
-        if self.cast_once and autocast_of(node, state.device):
+        if self.cast_once and autocast_on(state.device, node.meta):
             if key not in self.casts:
                 self.casts[key] = self._casts(node, self._arguments(names, about, values)[0], state)
             pairs = zip(state.originals, self.casts[key], strict=True)

@@ -62,8 +62,10 @@ def speed_of(
     profiled = sum(work) / plan.num_ranks / whole
     idle = max(plan.predicted.step_seconds * steps / whole - profiled, 0.0)
     ready = mean("ready")
+    programs = "the comparison with plain training and other programs" if compared else "other programs"
+    used = f"{programs} used {others:.1f} of {counted(cores, 'core')}" if others >= _LEAST * cores else ""
     causes = {
-        _without_core(ready, len(spent), threads, cores, (others, compared)): ready,
+        _without_core(ready, len(spent), threads, cores, used): ready,
         f"reading data took {mean('data'):.0%} of the time": mean("data"),
         f"checkpoints and audits took {mean('saving'):.0%} of the time": mean("saving"),
         f"recording batches of other shapes took {mean('recording'):.0%} of the time": mean("recording"),
@@ -81,14 +83,12 @@ def speed_of(
 _PARTS = ("computing", "waiting", "data", "saving", "recording")
 
 
-def _without_core(ready: float, processes: int, threads: int, cores: int, others: tuple[float, bool]) -> str:
+def _without_core(ready: float, processes: int, threads: int, cores: int, used: str) -> str:
     causes = []
     if threads and processes * threads > cores:
         each = f" with {threads} threads each" if threads > 1 else ""
         causes.append(f"{counted(processes, 'rank')}{each} share {counted(cores, 'core')}")
-    used, compared = others
-    if used >= _LEAST * cores:
-        programs = "the comparison with plain training and other programs" if compared else "other programs"
-        causes.append(f"{programs} used {used:.1f} of {counted(cores, 'core')}")
+    if used:
+        causes.append(used)
     why = f" ({', and '.join(causes)})" if causes else ""
     return f"ranks waited for a core for {ready:.0%} of the time{why}"

@@ -7,18 +7,22 @@ import dataclasses
 import gc
 import logging
 import types
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe import sparse
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.after_step import effects_of
+from autopipe.trace.graph.replay import CPU
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.numbers import CHANGING, WithNumbers, note_of
 from autopipe.trace.opaque.choose import Opaque, paths_of
+from autopipe.trace.placed import Place
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
@@ -29,7 +33,6 @@ from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.tape.tape import why_unknown
-from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
 from autopipe.workload.model.size_limits import lack_of_memory_to_verify
@@ -50,6 +53,7 @@ def capture(
     state: bool = True,
     changing: Callable[[], tuple[Input, ...]] = tuple,
     numbers: tuple[Input, ...] = (),
+    device: torch.device = CPU,
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
@@ -59,38 +63,42 @@ def capture(
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
     supports it. ``state``: search for Python state that the forward changes and reads. ``changing``: called if that
     search refuses the model; returns the numbers that change, which become inputs of the graph, so that each microbatch
-    brings them. ``numbers``: those of an earlier capture. Memory: ``verify`` keeps moved weights and two gradients per
-    parameter; if these do not fit, the capture is not verified, with a note.
+    brings them. ``numbers``: those of an earlier capture. ``device``: computes real numbers; before and afterwards the
+    model is on the CPU. Memory: ``verify`` keeps moved weights and two gradients per parameter; if these do not fit
+    this host, the capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
-    the loss of a training has no gradient.
+    the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
     """
     model = workload.build_model() if model is None else model
+    place = (Place() if numbers else Place(device)).or_cpu(model)
+
+    def record(of: Workload, *, training: bool) -> Capture:
+        arguments = batch_size, allow_data_dependent, verify, lengths, others, state, place
+        return _capture(of, model, *arguments, training=training)
+
     if training:
-        arguments = batch_size, allow_data_dependent, verify, lengths, others
         if numbers:
-            captured = _with_numbers(workload, model, numbers, (*arguments, state))
+            captured = _with_numbers(workload, numbers, record)
         else:
             try:
-                captured = _capture(workload, model, *arguments, state, training=True)
+                captured = record(workload, training=True)
             except TraceError as error:
-                if not error.of_state or not (numbers := changing()):
+                if not error.of_state or not place.is_cpu or not (numbers := changing()):
                     raise
                 try:
-                    captured = _with_numbers(workload, model, numbers, (*arguments, state))
+                    captured = _with_numbers(workload, numbers, record)
                 except TraceError as why:
                     logger.info("numbers that change cannot be inputs: %s", why.what)
                     raise error from why
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
-    trained = workload.spec.opaque_modules
+    opaque = workload.spec.opaque_modules
     with left_as_it_was(model):
         model.eval()
         try:
-            return _capture(
-                workload, model, batch_size, allow_data_dependent, verify, lengths, others, state, training=False
-            )
+            return record(workload, training=False)
         finally:
-            workload.run_opaque(trained)
+            workload.run_opaque(opaque)
 
 
 def _capture(
@@ -102,6 +110,7 @@ def _capture(
     free: bool,
     others: Sequence[Item] | None,
     state: bool,
+    place: Place,
     *,
     training: bool,
 ) -> Capture:
@@ -115,7 +124,6 @@ def _capture(
         batch_size = workload.num_samples(item)
     elif distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
     lengths: tuple[Length, ...] = ()
     if others:
         each = [workload.leaves(other) for other in others]
@@ -131,11 +139,7 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        of_state: tuple[str, ...] = ()
-        if state and trains(model) and not on_meta:
-            with _of_state():
-                of_state = refuse_changing_state(workload, model, item, ran, settings)
-        unread = () if on_meta else unread_paths(workload, model, item, captured.module)
+        of_state, unread = _of_python(workload, model, item, captured, place, ran if state else None, settings)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
@@ -144,16 +148,15 @@ def _capture(
         return _with_divisor(workload, capture, *items)
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
-    notes = ["not verified: the model is on the meta device"] if on_meta else []
-    if verify and not on_meta and (lack := lack_of_memory_to_verify(model)):
-        notes = [f"the captured model is not compared with the original: {lack}"]
+    notes = _why_not_verified(model, place, verify)
     if not verify or notes:
         return dataclasses.replace(bounded(captured, lengths, 0), notes=(*captured.notes, *notes))
-    proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None)
+    proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None, place=place)
     if others and captured.graph.lengths:
         try:
-            verify_capture(workload, model, captured.module, captured.graph, [*others])
+            proof.on_batches(captured, others)
         except TraceError as why:
+            reraise_failure_of_device(why)
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
             captured = completed(dataclasses.replace(strategies, lengths=()).capture())
     elif captured.graph.lengths:
@@ -164,15 +167,40 @@ def _capture(
     return proof.of(captured)
 
 
-def _with_numbers(
+def _of_python(
     workload: Workload,
     model: nn.Module,
-    numbers: tuple[Input, ...],
-    arguments: Any,
-) -> Capture:
+    item: Item,
+    captured: Capture,
+    place: Place,
+    ran: dict[types.CodeType, Ran] | None,
+    settings: Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the notes of the search for state, and the parts of a batch that are not read.
+
+    ``ran``: None to search for no state. Raises: TraceError with ``of_state`` if the forward reads state that changes.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return (), ()
+    notes: tuple[str, ...] = ()
+    with place.having(workload, model, captured) as placed:
+        own = place.item(workload, item)
+        if ran is not None and trains(model):
+            with _of_state():
+                notes = refuse_changing_state(placed, model, own, ran, settings)
+        return notes, unread_paths(placed, model, own, captured.module)
+
+
+def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str, ...]:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return ("not verified: the model is on the meta device",)
+    lack = lack_of_memory_to_verify(model) if verify and place.is_cpu else ""
+    return (f"the captured model is not compared with the original: {lack}",) if lack else ()
+
+
+def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: Callable[..., Capture]) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
-    with_numbers: Any = WithNumbers(workload, numbers)
-    captured = _capture(with_numbers, model, *arguments, training=True)
+    captured = record(WithNumbers(workload, numbers), training=True)
     read = {name for node in captured.graph.nodes for name in node.inputs}
     names = {entry.name for entry in numbers}
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes

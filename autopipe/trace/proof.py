@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Node
 from autopipe.trace import two_runs
 from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.loss.coupling import coupling_of, statistics_notes
+from autopipe.trace.placed import ON_CPU, Place
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, shortened, shorter, shorter_parts
 from autopipe.trace.verify import verify
@@ -36,6 +40,19 @@ class Proof:
     model: nn.Module
     items: list[Item]  # the captured batch and, unless its number of samples is fixed, one of another size
     in_parts: bool  # compare a batch with its microbatches, too
+    place: Place = ON_CPU  # where both compute
+
+    @contextlib.contextmanager
+    def _placed(self, captured: Capture) -> Iterator[Proof]:
+        with self.place.having(self.workload, self.model, captured) as workload, self.place.in_float32():
+            items = [self.place.item(self.workload, item) for item in self.items]
+            yield dataclasses.replace(self, workload=workload, items=items)
+
+    def on_batches(self, captured: Capture, batches: Sequence[Item]) -> None:
+        """Compare a capture with the model on further batches. Raises: TraceError with the first value that differs."""
+        with self._placed(captured) as own:
+            there = [self.place.item(self.workload, batch) for batch in batches]
+            verify(own.workload, self.model, captured.module, captured.graph, there)
 
     def at_lengths(self, captured: Capture, lengths: tuple[Length, ...]) -> Capture | None:
         """Prove a capture whose ``lengths`` may vary, and set their lower bounds to the shortest that agree.
@@ -46,6 +63,10 @@ class Proof:
         None if graph and model agree at no shorter length; the model may reject such batches (a label beyond the end,
         for example).
         """
+        with self._placed(captured) as own:
+            return own._at_lengths(captured, lengths)
+
+    def _at_lengths(self, captured: Capture, lengths: tuple[Length, ...]) -> Capture | None:
         workload = self.workload
         if self.in_parts:
             batch, complete = (other_batch(workload, self.items[0], count) for count in (_IN_PARTS, _FEWEST_IN_PARTS))
@@ -62,6 +83,7 @@ class Proof:
             try:
                 verify(workload, self.model, captured.module, captured.graph, [item])
             except TraceError as why:
+                reraise_failure_of_device(why)
                 logger.info("lengths %s: %s", [shorter(length.size)[part] for length in lengths], why.what)
             else:
                 return self._by_batches(bounded(captured, lengths, part))
@@ -69,11 +91,12 @@ class Proof:
 
     def of(self, captured: Capture) -> Capture:
         """Prove a capture. Raises: TraceError with the first value that differs."""
-        if self.in_parts:
-            batch = other_batch(self.workload, self.items[0], _IN_PARTS)
-            if two_runs.num_agreeing(self.workload, self.model, captured, [(batch, True)]):
-                return self._with_exactness(captured)
-        return self._by_batches(captured)
+        with self._placed(captured) as own:
+            if self.in_parts:
+                batch = other_batch(own.workload, own.items[0], _IN_PARTS)
+                if two_runs.num_agreeing(own.workload, self.model, captured, [(batch, True)]):
+                    return own._with_exactness(captured)
+            return own._by_batches(captured)
 
     def _by_batches(self, captured: Capture) -> Capture:
         """Compare a capture with the model on the same batches, and a batch with its microbatches."""

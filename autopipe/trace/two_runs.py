@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.trace.graph.describe import GUARD
 from autopipe.trace.graph.replay import replay
@@ -125,6 +126,7 @@ def num_agreeing(workload: Workload, model: nn.Module, capture: Capture, batches
                     break
                 number += 1
     except Exception as error:
+        reraise_failure_of_device(error)
         logger.info("the graph on the parts of a batch is not the model on the batch, or cannot be: %s", error)
     return number
 

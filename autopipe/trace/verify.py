@@ -120,7 +120,7 @@ def run_once(
                 if term.requires_grad:
                     term.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
             after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    except AutopipeError:
+    except (AutopipeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise failed_on_real_numbers(failed, error) from error

@@ -24,9 +24,9 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
+from autopipe.verify import in_stages
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
 from autopipe.verify.compiled_model import CompiledModel
-from autopipe.verify.evaluated import can_be_compared, plain_evaluation
 from autopipe.verify.in_stages import AVERAGE, Gradients, Trained, fresh, same, states_of, train_in_stages
 from autopipe.verify.joined import JoinedStages
 from autopipe.verify.noise import (
@@ -145,7 +145,8 @@ def compare(
     torch.set_num_threads(job.threads)
     try:
         # first: the ranks record batches of other shapes, with their divisors
-        evaluated = items[:1] if evaluate and can_be_compared(workload, items[0], settings, loop.device) else ()
+        evaluate = evaluate and in_stages.can_be_compared(workload, items[0], settings, loop.device)
+        evaluated = items[:1] if evaluate else ()
         trained, divisors = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
         loop = replace(loop, settings=replace(settings, divisors=dict(enumerate(divisors))))
         plain = loop.train()
@@ -227,7 +228,7 @@ def _evaluation(trained: Trained, loop: _Plain) -> tuple[float, ...]:
     """Return the loss of the evaluation after training, and that of the model; () if there was none."""
     if not trained.evaluation:
         return ()
-    plain = plain_evaluation(loop.workload, loop.items[0], trained, loop.settings, loop.device)
+    plain = in_stages.plain_evaluation(loop.workload, loop.items[0], trained, loop.settings, loop.device)
     return trained.evaluation[-1], plain
 
 

@@ -31,7 +31,19 @@ NO_TORCH = ("errors", "options", "ir", "planning", "schedules", "report")
 # part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
 # needed by a forward in any process
-_FORWARD = {*_BASE, "bits", "casts", "draws", "guards", "sequence", "sparse", "strides", "team", "users_code"}
+_FORWARD = {
+    *_BASE,
+    "bits",
+    "casts",
+    "devices",
+    "draws",
+    "guards",
+    "sequence",
+    "sparse",
+    "strides",
+    "team",
+    "users_code",
+}
 _RUN = {*_FORWARD, "cores", "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
@@ -41,6 +53,7 @@ MAY_IMPORT = {
     "cores": set(),
     "draws": set(),
     "casts": set(),
+    "devices": set(),
     "sparse": set(),
     "strides": set(),
     "users_code": set(),
@@ -54,7 +67,7 @@ MAY_IMPORT = {
     "report": {*_BASE, "schedules", "planning"},
     "workload": {*_BASE, "bits", "draws", "sparse", "users_code"},
     "trace": {*_FORWARD, "workload"},
-    "measure": {*_BASE, "casts", "draws", "sparse", "strides", "team"},
+    "measure": {*_BASE, "casts", "devices", "draws", "sparse", "strides", "team"},
     "generate": {*_FORWARD, "stage"},
     "runtime": _RUN,
     "reference": set(),

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from support.commands import Commands, training, write_model
 from support.samples import NAMES, REQUIRED_PACKAGES, SAMPLES
 from support.simulated.library import environment, needed
+from support.warm.programs import TORCH, run_warm
 from torch import Tensor
 
 GPUS = ("--gpus", "2", "--device", "cuda")
@@ -71,3 +72,79 @@ def test_a_model_beyond_the_limit_names_the_device_and_the_memory(tmp_path: Path
     words[words.index("--device") + 1] = "cuda"
     _, errors = on_devices(tmp_path, *words, code=1, SIMULATED_LIMIT="16384")
     assert "simulated device 0 out of memory" in errors and "use a smaller batch" in errors
+
+
+COUNTED = '''
+import os
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Writes where each forward on real numbers runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(f"{type(x).__name__} {x.device.type} {torch.is_grad_enabled()}\\n")
+        return self.last(self.norm(self.first(x)).relu().mean((2, 3)))
+
+
+def build_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def data(batch_size=4):
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randn(batch_size, 3, 8, 8, generator=generator), torch.arange(batch_size) % 2
+
+
+loss = nn.functional.cross_entropy
+
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+'''
+
+
+def test_a_capture_is_proven_on_the_device_and_leaves_nothing_there(tmp_path: Path) -> None:
+    needed()
+    script = Path(__file__).parents[1] / "support" / "simulated" / "capture_trial.py"
+    done = run_warm(str(script), cwd=tmp_path, env=environment(), modules=TORCH)
+    assert done.returncode == 0, done.stderr
+
+
+KEPT = """
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.kept = [torch.full((1,), 0.5)]
+    def forward(self, x, index):
+        return super().forward(x, index) * self.kept[0]
+"""
+
+
+def test_what_fails_on_a_gpu_is_captured_on_the_cpu(tmp_path: Path) -> None:
+    write_model(tmp_path, steps=2)
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text() + KEPT)
+    output, errors = on_devices(tmp_path, "profile", "model.py", "--device", "cuda", "--microbatch-sizes", "2")
+    notes = [line for line in errors.splitlines() if "captured on the CPU, because that failed on cuda" in line]
+    assert len(notes) == 1 and "Expected all tensors to be on the same device" in notes[0], errors
+    assert "simulated GPU" in output + errors
+
+
+def test_a_plain_model_on_gpus_runs_no_forward_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(COUNTED)
+    calls = tmp_path / "calls"
+    words = ("--batch-size", "4", "--steps", "2", "--no-check")
+    on_devices(tmp_path, "train", "model.py", *GPUS, *words, CALLS=str(calls))
+    real = [line for line in calls.read_text().splitlines() if not line.startswith("FakeTensor")]
+    assert real and all(line.split()[1] == "cuda" for line in real), real

@@ -176,7 +176,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         compile=wanted.compile,
     )
     try:
-        result = _compared(prepared, job, items, evaluate=wanted.evaluate)
+        result = _compared(prepared, job, items, wanted)
     except Exception as error:
         if out_of_memory(error, place.device):
             raise
@@ -189,14 +189,14 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         if not result.nonfinite or not _refuses(prepared, items[-1], place.device):
             return result
     # the model rejects the smaller minibatch, which training does not need: compare without it
-    return _compared(prepared, job, [*items[:-1], full], evaluate=wanted.evaluate)
+    return _compared(prepared, job, [*items[:-1], full], wanted)
 
 
-def _compared(prepared: Prepared, job: Job, items: Sequence[Any], *, evaluate: bool) -> Comparison:
-    with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
+def _compared(prepared: Prepared, job: Job, items: Sequence[Any], wanted: Wanted) -> Comparison:
+    with tempfile.TemporaryDirectory(prefix="autopipe-check-", dir=wanted.scratch or None) as scratch:
         run = write_run(Path(scratch), job, prepared)
         context = RunContext.of(prepared.plan, prepared.graph)
-        return compare(prepared.workload, run, job, context, items, draws=_draws(prepared), evaluate=evaluate)
+        return compare(prepared.workload, run, job, context, items, draws=_draws(prepared), evaluate=wanted.evaluate)
 
 
 def evaluates(prepared: Prepared) -> bool:

@@ -9,7 +9,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +23,7 @@ from typing import Any
 
 import torch
 
-from autopipe.commands.checking.causes import hidden_cause, unequal
+from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
 from autopipe.commands.checking.checking import compare_here, compare_plan, evaluates, steps_to_compare
 from autopipe.commands.checking.fitting import need_of, place_of
 from autopipe.commands.checking.full_batch import refusal_of_weights
@@ -26,10 +31,11 @@ from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
 from autopipe.commands.users_files import digest_of_file, users_files, versions
-from autopipe.errors import RunError, counted
+from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir.artifact import digest
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.runtime.job import RunDirectory
+from autopipe.workers.errors import described, restored
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, needs_worker, wait_for
 
@@ -40,11 +46,12 @@ _TRAININGS = 3
 # the priority of the process beside the ranks: it gets about a third of a core that a rank uses, too
 _NICE = 5
 _LOOK_SECONDS = 0.1
-_MOST_SECONDS = 3600.0
+# of the memory of the ranks, whose peaks are predicted
+_MARGIN = 1.25
 _OMIT = "train without the comparison: --no-check"
 
 
-@dataclass(slots=True)
+@dataclass
 class FirstSteps:
     """The comparison for one run. ``compare`` makes it before the ranks start, unless ``beside``."""
 
@@ -52,16 +59,20 @@ class FirstSteps:
     prepared: Prepared
     events: Events
     wanted: Wanted
-    # the key among the comparisons of the work directory; see ``_mark``
-    mark: str
+    # the user's files -> their digests
+    files: dict[str, str]
     # it is made while the ranks train
     beside: bool
     # how many steps are proven, now or before
     steps: int = 0
     # the difference that ended the run
     error: Exception | None = None
+    # the first step of the run that depends on the result, -1 for all of it
+    since: int = -1
     _worker: Worker | None = None
-    _deadline: float = 0.0
+    _scratch: str = ""
+    # the file of the run that has ``since`` until the result is known: an interrupted run may be resumed
+    _open: Path | None = None
 
     @staticmethod
     def of(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps:
@@ -76,8 +87,10 @@ class FirstSteps:
             evaluate=evaluates(prepared),
             full_batch="gradient" if prepared.plan.num_microbatches > 1 else "",
         )
-        first = FirstSteps(settings, prepared, events, wanted, _mark(prepared, wanted), _is_beside(prepared, wanted))
-        if first._marker.is_file() and first.mark in first._marker.read_text(encoding="utf-8").splitlines():
+        files = {str(path): content for path, content in users_files(prepared.plan.workload).items()}
+        files |= {path: digest_of_file(Path(path)) for path in prepared.workload.files}
+        first = FirstSteps(settings, prepared, events, wanted, files, _is_beside(prepared, wanted))
+        if first._marker.is_file() and first._mark in first._marker.read_text(encoding="utf-8").splitlines():
             first.steps, first.beside = wanted.steps, False
         return first
 
@@ -93,26 +106,38 @@ class FirstSteps:
             self._note(f"the first {count} were compared before, with the same code and options")
             return
         if self.beside:
+            if refusal := refusal_of_hooks(self.prepared.workload, self.prepared.plan, self.prepared.graph):
+                raise refusal  # ranks would fail at it
             return
         self.events("progress", {"what": f"comparing {count} with plain training", "fraction": 0.0})
         if (hidden := hidden_cause(self.prepared)) is not None:
             raise hidden
         self._conclude(compare_plan(self.prepared, self.wanted, instead=_OMIT))
 
-    def begin(self, run: RunDirectory) -> None:
-        """Start the process beside the ranks of a run, if the comparison is made there."""
+    def begin(self, run: RunDirectory, start: int) -> None:
+        """Start the process beside the ranks of a run, if the comparison is made there. ``start``: as of a job."""
         if not self.beside:
             return
         count = counted(self.wanted.steps, "step")
         self._note(f"comparing {count} with plain training while the ranks train (--no-check omits it)")
-        self.prepared = replace(self.prepared, stages=run.stages)  # those of the work directory may change now
+        self._scratch = tempfile.mkdtemp(prefix="autopipe-check-")
         task = {
-            "comparison": ComparisonTask.of(self.prepared, self.wanted),
+            "comparison": ComparisonTask.of(self.prepared, replace(self.wanted, scratch=self._scratch)),
             "log": str(run.path / "logs" / "comparison.log"),
         }
+        # stages of the work directory may change now
+        task["comparison"]["stages"] = shutil.copytree(self.prepared.stages, Path(self._scratch) / "stages").as_posix()
+        self._open = run.path / "uncompared"
+        with contextlib.suppress(OSError, ValueError):
+            start = min(start, int(self._open.read_text(encoding="utf-8")))
+        self.since = start
+        self._open.write_text(str(start), encoding="utf-8")
         doing, threads = "comparing with plain training", torch.get_num_threads()
-        self._worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
-        self._deadline = time.monotonic() + _MOST_SECONDS
+        try:
+            self._worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
+        except RunError as error:
+            self._note(f"not checked: {error.what}")
+            self._clear()
 
     @property
     def running(self) -> bool:
@@ -125,24 +150,24 @@ class FirstSteps:
             return
         list(worker.receive())  # nothing but its end is due
         if not worker.ended:
-            if time.monotonic() > self._deadline:
-                self.end()
             return
         self._worker = None
-        if worker.died:
+        self._clear()
+        edited = next((path for path, content in self.files.items() if digest_of_file(Path(path)) != content), "")
+        if edited:
+            self._note(f"not checked: {edited} was edited since the run began")
+        elif worker.error is not None:  # of the process: a difference is a result
             self._note(f"not checked: {getattr(worker.error, 'what', worker.error)}")
-        elif self.mark != _mark(self.prepared, self.wanted):
-            self._note("not checked: a file of the model was edited while it was compared")
         else:
             try:
-                if worker.error is not None:
-                    raise worker.error
+                if "hidden" in worker.value:
+                    raise restored(worker.value["hidden"])
                 self._conclude(Compared.decode(worker.value))
-            except Exception as error:
+            except AutopipeError as error:
                 self.error = error
                 raise
 
-    def finish(self, stopped: Callable[[], bool], most_seconds: float = _MOST_SECONDS) -> None:
+    def finish(self, stopped: Callable[[], bool], most_seconds: float = math.inf) -> None:
         """Wait for the result, or until ``stopped``, at most this time. Raises: the difference."""
         deadline = time.monotonic() + most_seconds
         self.poll()
@@ -157,7 +182,11 @@ class FirstSteps:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+            self._clear()
             self._note("not checked: the comparison with plain training did not end; the next run repeats it")
+
+    def _clear(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _conclude(self, compared: Compared) -> None:
         """Record and describe the result. Raises: RunError with the cause of a difference."""
@@ -169,7 +198,7 @@ class FirstSteps:
         if result.different:
             raise unequal(result, self.prepared)
         if result.nonfinite:
-            if self.settings.on_nonfinite == "stop":
+            if self.settings.on_nonfinite == "stop" and not self.beside:  # ranks stop by themselves
                 raise RunError(
                     f"the comparison of the first steps proves nothing: {result.nonfinite}",
                     remedy="inspect the data and the initial weights; to train anyway, use --on-nonfinite warn or skip",
@@ -178,8 +207,7 @@ class FirstSteps:
             return
         if (wrong := refusal_of_weights(compared.full_batch)) is not None:
             raise wrong
-        with self._marker.open("a", encoding="utf-8") as file:
-            file.write(self.mark + "\n")
+        self._record()
         kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
         if result.bitwise and result.orders:
             kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
@@ -194,6 +222,26 @@ class FirstSteps:
         self._note(f"{counted(len(result.losses), 'step')} compared with plain training: equal, {kind}")
         self.steps = len(result.losses)
 
+    def _record(self) -> None:
+        """Store that the steps are equal, so that they are not compared again."""
+        if self._open is not None:
+            self._open.unlink(missing_ok=True)
+        try:
+            with self._marker.open("a", encoding="utf-8") as file:
+                file.write(self._mark + "\n")
+        except OSError as error:
+            self._note(f"the next run compares again: {self._marker} cannot be written ({error.strerror})")
+
+    @functools.cached_property
+    def _mark(self) -> str:
+        """The key of the comparison in the file of earlier ones: everything that determines its result."""
+        plan, wanted = self.prepared.plan, self.wanted
+        stages = "".join(path.read_text(encoding="utf-8") for path in sorted(self.prepared.stages.glob("*.py")))
+        files, kind = sorted(self.files.items()), self.prepared.profile.device.kind
+        subject = digest((stages, files, versions(), plan.workload, kind))
+        options = wanted.steps, wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile
+        return " ".join(map(str, (subject, plan.digest, plan.num_microbatches, *options)))
+
     @property
     def _marker(self) -> Path:
         return self.settings.plan.work_dir / "checked"
@@ -202,21 +250,22 @@ class FirstSteps:
         self.events("note", {"text": text})
 
 
-def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
+def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps:
     """Compare the first steps of a new plan with plain training now, once per plan. Raises: as ``compare``."""
     first = FirstSteps.of(settings, prepared, events)
     first.beside = False
     first.compare()
+    return first
 
 
 def compare_beside(task: Any, link: Link) -> dict[str, Any]:
-    """Compare in the process beside the ranks. Raises: the hidden cause of a difference."""
+    """Compare in the process beside the ranks. Returns a ``Compared``, or the error for a hidden cause as "hidden"."""
     os.nice(_NICE)
     redirect_output(Path(task["log"]))
     decoded = ComparisonTask.decode(task["comparison"])
     prepared = decoded.prepared()
     if (hidden := hidden_cause(prepared)) is not None:
-        raise hidden
+        return {"hidden": described(hidden)}
     return compare_here(prepared, decoded.wanted).encode()
 
 
@@ -228,16 +277,5 @@ def _is_beside(prepared: Prepared, wanted: Wanted) -> bool:
     plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     if _TRAININGS * wanted.steps * plain < LONG_SECONDS:
         return False
-    ranks = sum(stage.peak_bytes * stage.replicas for stage in plan.stages)
+    ranks = round(_MARGIN * sum(stage.peak_bytes * stage.replicas for stage in plan.stages))
     return bool(place_of(prepared, need_of(prepared, wanted.steps), beside=ranks).device)
-
-
-def _mark(prepared: Prepared, wanted: Wanted) -> str:
-    """Return the key of a comparison in the file of earlier ones: everything that determines its result."""
-    plan = prepared.plan
-    stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
-    files = sorted((str(path), content) for path, content in users_files(plan.workload).items())
-    named = [(path, digest_of_file(Path(path))) for path in prepared.workload.files]
-    subject = digest((stages, files, named, versions(), plan.workload, prepared.profile.device.kind))
-    options = wanted.steps, wanted.clip_grad_norm, wanted.deferred_batch_norm, wanted.ema, wanted.compile
-    return " ".join(map(str, (subject, plan.digest, plan.num_microbatches, *options)))

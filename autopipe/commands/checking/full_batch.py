@@ -15,7 +15,7 @@ from autopipe.report.results import FullBatchParameter, FullBatchReport
 from autopipe.runtime.step.loss_weights import divisors_of, divisors_of_parts
 from autopipe.trace.loss.coupling import normalised_layers
 from autopipe.verify.full_batch import FullBatch, full_batch
-from autopipe.verify.inputs import factors_of, parts_of, samples_of
+from autopipe.verify.plain import factors_of, parts_of, samples_of
 
 # of a minibatch that is compared without a step
 _MOST_SAMPLES, _MOST_PARTS = 64, 8

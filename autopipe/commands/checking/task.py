@@ -37,6 +37,8 @@ class Wanted:
     evaluate: bool = False
     # also the microbatches with a full batch: its "gradient", or that and one optimizer "step"; "": neither
     full_batch: str = ""
+    # the folder for temporary files; "": the usual one
+    scratch: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,11 @@ class Attempts:
         first = self.listener.first_steps
         try:
             if first is not None:
-                first.begin(self.run)
+                first.begin(self.run, start)
             self._follow(start)
-        except Exception as error:
+        except AutopipeError as error:
             if first is not None and error is first.error:
-                self._clear(start)
+                self._clear(first.since)
             raise
         finally:
             if first is not None:
@@ -127,6 +127,8 @@ class Attempts:
                     self._clear(error.step)
                     raise
                 except WorkerError as error:
+                    if self.listener.first_steps is not None and error is self.listener.first_steps.error:
+                        raise  # of a rank in the comparison
                     advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
                         raise nonfinite from None
@@ -145,11 +147,11 @@ class Attempts:
 
     def _finish_proofs(self, stopped: Callable[[], bool]) -> None:
         """Wait for the comparison of the first steps and for audits, unless a stop is requested."""
-        if self.listener.stopped:
-            return
-        if self.listener.first_steps is not None:
-            self.listener.first_steps.finish(stopped)
-        if self.listener.auditor is not None:
+        first, observers = self.listener.first_steps, self.listener.observers
+        by_hook = self.listener.stopped and observers is not None and bool(observers.stopped_by)
+        if first is not None and (by_hook or not self.listener.stopped):
+            first.finish(lambda: stopped() and not by_hook)
+        if self.listener.auditor is not None and not self.listener.stopped:
             self.listener.auditor.finish(stopped)
 
     def _begin(self, start: int) -> None:
@@ -207,6 +209,8 @@ class Attempts:
                 "note",
                 {"text": "the data is not what the interrupted run read: reading it once more, in a new process"},
             )
+            if self.listener.first_steps is not None:
+                self.listener.first_steps.end()  # its process was forked from the server, too
             end_fork_server()
         elif self._other_digest == event["digest"]:
             replayed = ", even after a replay of all earlier epochs" if epoch else ""
@@ -286,7 +290,10 @@ class Attempts:
             )
             prepared = self._planned(wanted, start)
             if self.settings.check_first:
-                check_first(dataclasses.replace(self.settings, plan=wanted), prepared, self.events)
+                if self.listener.first_steps is not None:
+                    self.listener.first_steps.end()  # its plan is no longer trained
+                settings = dataclasses.replace(self.settings, plan=wanted)
+                self.listener.first_steps = check_first(settings, prepared, self.events)
             elif refusal := refusal_of_hooks(prepared.workload, prepared.plan, prepared.graph):
                 raise refusal
             write_run(self.run.path, self.make_job(self.settings, prepared, start), prepared)

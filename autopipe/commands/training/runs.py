@@ -136,8 +136,7 @@ def _listener(
     listener = Listener(run, events, prepared.plan.num_processes, comparison)
     elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
-    if comparison is not None:
-        listener.auditor.waits = lambda: comparison.running
+    listener.auditor.waits = lambda: listener.first_steps is not None and listener.first_steps.running
     return listener
 
 

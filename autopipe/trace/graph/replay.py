@@ -14,17 +14,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe import draws
+from autopipe.devices import arguments_on, autocast_on
 from autopipe.errors import TraceError
+
+CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def context_of(meta: Mapping[str, Any]) -> Iterator[None]:
+def context_of(meta: Mapping[str, Any], device: torch.device = CPU) -> Iterator[None]:
     """Enter the grad mode and the autocast regions in which a node was recorded."""
     with contextlib.ExitStack() as stack:
         if not meta.get("grad", True):
             stack.enter_context(torch.no_grad())
-        for device, dtype, enabled, cache in meta.get("autocast", ()):
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        for kind, dtype, enabled, cache in autocast_on(device, meta):
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
 
@@ -35,9 +38,19 @@ Drawing = Callable[[tuple[int, int, int], int, int], contextlib.AbstractContextM
 class Replay(fx.Interpreter):
     """Runs the graph on real tensors. ``where``: (run seed, minibatch, microbatch), which seed the random draws."""
 
-    def __init__(self, module: fx.GraphModule, where: tuple[int, int, int], drawing: Drawing = draws.at) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        where: tuple[int, int, int],
+        drawing: Drawing = draws.at,
+        device: torch.device = CPU,
+    ) -> None:
         super().__init__(module)
-        self.where, self.drawing = where, drawing
+        self.where, self.drawing, self.device = where, drawing, device
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """Return the arguments of a node, on the device that computes."""
+        return arguments_on(self.device, *super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node in its context."""
@@ -46,7 +59,7 @@ class Replay(fx.Interpreter):
         position, count = n.meta.get("random", (0, 0))
         with contextlib.ExitStack() as stack:
             if not n.meta.get("grad", True) or n.meta.get("autocast"):
-                stack.enter_context(context_of(n.meta))
+                stack.enter_context(context_of(n.meta, self.device))
             if n.meta.get("opaque"):
                 stack.enter_context(draws.inside(self.where, position))
             elif count:
@@ -57,9 +70,13 @@ class Replay(fx.Interpreter):
 def replay(
     module: fx.GraphModule, leaves: Mapping[str, Tensor], where: tuple[int, int, int], drawing: Drawing = draws.at
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of the graph for a batch: the loss, and its weight if it has one."""
+    """Return the outputs of the graph for a batch: the loss, and its weight if it has one.
+
+    It computes on the device of the batch, where what the module reads must be.
+    """
     inputs = [leaves[node.name] for node in module.graph.nodes if node.op == "placeholder"]
-    outputs: tuple[Tensor, ...] = Replay(module, where, drawing).run(*inputs)
+    device = inputs[0].device if inputs else CPU
+    outputs: tuple[Tensor, ...] = Replay(module, where, drawing, device).run(*inputs)
     return outputs
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import ModelFileError
 from autopipe.ir.graph import Graph
 from autopipe.ir.microbatch_loss import COUPLED, Coupling, Shares
@@ -48,6 +49,7 @@ def coupling_of(workload: Workload, model: nn.Module, item: Item, graph: Graph, 
                 apart, limit = (apart, limit) if exact is None else (exact, COUPLED)
             is_sum = apart is not None and apart > limit and _is_sum(workload, model, whole, parts, limit)
     except Exception as error:
+        reraise_failure_of_device(error)
         logger.info("a batch was not compared with its microbatches: %s", error)
         return Coupling()
     if apart is None or apart <= limit:
@@ -101,6 +103,7 @@ def _refuse_samples_in_dimension_one(workload: Workload, model: nn.Module) -> No
             whole = gradients_of(workload, model, [item], [1.0])
             apart = difference(whole, gradients_of(workload, model, parts, shares.factors))
     except Exception as error:
+        reraise_failure_of_device(error)
         logger.info("a batch was not cut along dimension 1: %s", error)
         return
     if apart is not None and apart <= COUPLED:
@@ -128,6 +131,7 @@ def _apart_in_float32(
             whole = gradients_of(workload, model, [wide], [1.0])
             return difference(whole, gradients_of(workload, model, wide_parts, factors))
     except Exception as error:  # the forward itself converts to the coarse type
+        reraise_failure_of_device(error)
         logger.info("a batch was not compared with its microbatches in float32: %s", error)
         return None
 

@@ -22,8 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.trace.graph.replay import replay
 from autopipe.trace.loss.reductions import SAMPLES, Factor, Product, Walk
 from autopipe.trace.record.targets import qualified_name
+
+_NO_DRAWS = (0, 0, 0)  # where a graph without random draws is run
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,8 @@ class Divisor:
 
     def values(self, leaves: Mapping[str, Tensor]) -> list[float]:
         """Return the divisors of a batch, one for each term of the loss."""
-        inputs = [leaves[node.name] for node in self.module.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
-            outputs = fx.Interpreter(self.module).run(*inputs)
+            outputs = replay(self.module, leaves, _NO_DRAWS)
         numbers = iter(outputs)
         return [float(next(numbers)) if name else 1.0 for name in self.outputs]
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.trace.lines.draws import profiled_by
 from autopipe.trace.state.check import Look
 from autopipe.users_code import is_model_file
@@ -89,7 +90,8 @@ def _runs(look: Look, item: Item, seen: list[str]) -> bool:
             with profiled_by(profile):
                 for _ in range(2):
                     look.run(item)
-        except Exception:
+        except Exception as error:
+            reraise_failure_of_device(error)
             return False
     return not seen
 

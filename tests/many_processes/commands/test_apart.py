@@ -191,6 +191,7 @@ allow_cuda()
 measure = importlib.import_module("autopipe.measure.measure")
 measure.describe_device = lambda device, threads: Device("cuda", "none", 16 << 30, threads)
 checking.place_of = lambda *_: Place("cpu", 1)
+torch.cuda.mem_get_info = lambda *_: (1 << 30, 1 << 30)
 
 
 def exhausted(*_, **options):

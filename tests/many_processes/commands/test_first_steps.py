@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from support.commands import Commands, assert_gone, descendants, training
 from support.waiting import under_load, wait_until
@@ -35,6 +36,23 @@ def data(batch_size=8):
             select.select([], [], [], 0.05)
     return plain_data(batch_size)
 """
+# the data of the comparison fails
+BUSY = """
+
+import multiprocessing
+free_data = data
+def data(batch_size=8):
+    if multiprocessing.current_process().name == "compare_beside":
+        raise ValueError("another process reads it")
+    return free_data(batch_size)
+"""
+# a hook of the supervisor imports another file, and ends the run
+HOOK = """
+
+def on_step(step, metrics):
+    from other import LAST
+    return "stop" if step == LAST else None
+"""
 FAILING = """
 
 import multiprocessing
@@ -61,6 +79,7 @@ def test_equal_steps_are_told_and_not_compared_again(commands: Commands) -> None
     append(commands, LATE)
     (commands.folder / "compare").touch()
     _, err = commands.run(*training(steps=5))
+    assert not list(commands.temporary.glob("autopipe-check-*"))
     assert BESIDE in err and err.index(BESIDE) < err.index("step 1/5") < err.index("3 steps compared with plain")
     assert "equal, bit for bit" in err and "proven equal to plain training: 3 of 5 steps compared, 1 audited" in err
     _, err = commands.run(*training(steps=5, run="again"))
@@ -93,6 +112,46 @@ def test_a_stop_does_not_wait_for_the_comparison(commands: Commands, number: sig
     assert "not checked: the comparison with plain training did not end; the next run repeats it" in err
     assert "no step of the run is proven" in err
     assert_gone(processes)
+    assert not list(commands.temporary.glob("autopipe-check-*"))
+
+
+def test_a_difference_after_a_resume_sets_all_checkpoints_aside(commands: Commands) -> None:
+    append(commands, KEPT, LATE)
+    words = ["--audit-every", "0", "--checkpoint-every", "2"]
+    command = commands.start(*training(steps=1_000_000), *words)
+    wait_until(lambda: checkpoints(commands), under_load(60))
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=under_load(60))
+    assert command.returncode == 75 and checkpoints(commands)
+    (commands.folder / "compare").touch()
+    _, err = commands.run(*training(steps=1_000_000), "--resume", *words, code=1)
+    assert "training in stages differs from plain training" in err
+    assert all(name.endswith(".abandoned") for name in checkpoints(commands))
+
+
+def test_a_run_that_its_hook_ends_waits_for_the_difference(commands: Commands) -> None:
+    append(commands, KEPT, HOOK)
+    (commands.folder / "other.py").write_text("LAST = 3")
+    _, err = commands.run(*training(steps=1_000_000), "--audit-every", "0", code=1)
+    assert "training in stages differs from plain training" in err
+
+
+def test_a_comparison_that_fails_does_not_end_the_run(commands: Commands) -> None:
+    append(commands, BUSY)
+    _, err = commands.run(*training(steps=9), "--audit-every", "0")
+    assert "not checked: " in err and "another process reads it" in err
+    assert len(checkpoints(commands)) == 1 and "no step of the run is proven" in err
+
+
+def test_an_equal_comparison_that_cannot_be_recorded_is_told(commands: Commands) -> None:
+    append(commands, LATE)
+    command = commands.start(*training(steps=200), "--audit-every", "0")
+    wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
+    (commands.folder / ".autopipe" / "checked").mkdir()
+    (commands.folder / "compare").touch()
+    _, err = command.communicate(timeout=under_load(60))
+    assert command.returncode == 0 and "3 steps compared with plain training: equal" in err
+    assert "the next run compares again: .autopipe/checked cannot be written (Is a directory)" in err
 
 
 def metrics(folder: Path) -> str:
@@ -104,7 +163,8 @@ def test_a_comparison_that_is_killed_does_not_end_the_run(commands: Commands) ->
     append(commands, LATE)
     command = commands.start(*training(steps=200))
     wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
-    beside = [process for process in descendants(command.pid) if process.nice() > 0]
+    usual = psutil.Process(command.pid).nice()
+    beside = [process for process in descendants(command.pid) if process.nice() > usual]
     assert len(beside) == 1
     beside[0].kill()
     _, err = command.communicate(timeout=under_load(60))
@@ -120,7 +180,7 @@ def test_an_edited_file_proves_nothing(commands: Commands) -> None:
     model.write_text(model.read_text() + "\n# edited\n")
     (commands.folder / "compare").touch()
     _, err = command.communicate(timeout=under_load(60))
-    assert command.returncode == 0 and "not checked: a file of the model was edited while it was compared" in err
+    assert command.returncode == 0 and "model.py was edited since the run began" in err
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -9,12 +9,13 @@ from support.measuring.stacks import SPEC, Stack, Workload, captured, stack_of
 from support.pipelines import captured_file
 from torch import fx, nn
 
+from autopipe.devices import arguments_on
 from autopipe.errors import ProfileError
 from autopipe.measure import measure, segment_costs
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
 from autopipe.measure.measure import SizeMeasurement
-from autopipe.measure.piece import Piece, StateCopies, arguments_on
+from autopipe.measure.piece import Piece, StateCopies
 
 
 def size_run(capture, workload, size, least_seconds=1e-9):
@@ -352,4 +353,4 @@ def test_regions_and_devices_of_the_capture_are_those_of_the_device_that_compute
     assert [n.args[0] for n in on_cpu.module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast] == [
         "cpu"
     ]
-    assert arguments_on(torch.device("cpu"), ones) == (ones.args, ones.kwargs)
+    assert arguments_on(torch.device("cpu"), ones.args, ones.kwargs) == (ones.args, ones.kwargs)

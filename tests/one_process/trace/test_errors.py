@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.models.trace import Toy, tokens, vectors
 from torch import nn
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.errors import RunError, TraceError
 from autopipe.guards import expect
 from autopipe.trace import capture
@@ -375,3 +376,14 @@ def test_torchs_log_of_a_failed_fake_call_is_suppressed(caplog):
     with caplog.at_level(logging.DEBUG), pytest.raises(TraceError, match="recorded in mm"):
         capture(Toy(WrongShape, vectors))
     assert [record for record in caplog.records if record.name.startswith("torch._sub")] == []
+
+
+def test_only_an_error_that_a_device_caused_is_raised_again() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__ = one  # an error may be its own cause, or that of its cause
+    reraise_failure_of_device(one)
+    one.__cause__, other.__cause__ = other, one
+    reraise_failure_of_device(one)
+    one.__cause__, other.__cause__ = other, RuntimeError("CUDA error: device-side assert triggered")
+    with pytest.raises(ValueError, match="one"):
+        reraise_failure_of_device(one)

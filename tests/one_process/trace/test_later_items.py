@@ -45,6 +45,12 @@ REFUSED = {
     "default arguments": (DEFAULTS, "scale()", "scale.__defaults__ = (1.0 + step,)"),
     "a file": ("", "float(pathlib.Path('scale').read_text())", "pathlib.Path('scale').write_text(str(1.0 + step))"),
     "the environment": ("", "float(os.environ.get('SCALE', '1'))", "os.environ['SCALE'] = str(1.0 + step)"),
+    # two runs differ by rounding, as on a GPU
+    "beside rounding": (
+        "import ctypes\nget = ctypes.CDLL(None).getenv\nget.restype = ctypes.c_char_p\n",
+        "float(get(b'SCALE') or 1) * (1 + 2e-8 * os.urandom(1)[0])",
+        "os.putenv('SCALE', str(1.0 + step))",
+    ),
 }
 ACCEPTED = {
     "nothing": ("", "1.0", "pass"),

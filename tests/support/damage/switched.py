@@ -75,7 +75,7 @@ def off_replicas(differences: Callable[..., Any], ran: Ran) -> Callable[..., Any
 add("off_reported", "verify.check", "_reported", _instead(lambda *_: set()))
 add("off_evaluation", "verify.check", "_evaluation", _instead(lambda *_: ()))
 add("off_steps", "commands.checking.checking", "steps_to_compare", _instead(lambda *_: 2))
-add("off_first", "commands.training.runs", "check_first", _instead(lambda *_: 0))
+add("off_first", "commands.training.runs", "_first_steps", _instead(lambda *_: None))
 # the script in a process of its own
 add("off_script", "script.check.reference", "Reference.compare", _instead(lambda *_: None))
 # the place of an audited minibatch in the data; what is in no weight

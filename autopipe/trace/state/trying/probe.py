@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopipe.devices import reraise_failure_of_device
 from autopipe.draws import random_states, set_random_states
 from autopipe.trace.record.model_snapshot import BufferSnapshot
 from autopipe.trace.state.snapshots.snapshot import DRAWN, Place, Snapshot
@@ -277,6 +278,7 @@ def _failures() -> Iterator[list[BaseException]]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised(error):
             raise
+        reraise_failure_of_device(error)
         failed.append(error)
 
 

@@ -14,6 +14,7 @@ from support.commands import stage_label
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.checking import checking
+from autopipe.commands.checking.task import Wanted
 from autopipe.commands.prepared import Prepared
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
@@ -95,9 +96,9 @@ def test_statistics_of_batches_are_compared_as_they_are_trained(
     (tmp_path / "net.py").write_text(text)
     jobs = []
 
-    def record(prepared: Prepared, job: Job, items: Sequence[Any], *, evaluate: bool) -> Comparison:
+    def record(prepared: Prepared, job: Job, items: Sequence[Any], wanted: Wanted) -> Comparison:
         jobs.append(job)
-        return compared(prepared, job, items, evaluate=evaluate)
+        return compared(prepared, job, items, wanted)
 
     compared = checking._compared
     monkeypatch.setattr(checking, "_compared", record)

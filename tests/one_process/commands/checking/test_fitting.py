@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,10 @@ from support.pipelines import captured, plan_for
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.checking import checking, fitting
+from autopipe.commands.checking.first_steps import FirstSteps
 from autopipe.commands.checking.fitting import Need, Place, need_of, out_of_memory, place_of
+from autopipe.commands.checking.task import Wanted
+from autopipe.commands.settings import ignore_event
 from autopipe.errors import WorkerError
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 
@@ -103,8 +107,12 @@ def test_a_plan_that_was_checked_on_a_cpu_is_checked_again_on_a_gpu(
     (tmp_path / "net.py").write_text(MODEL)
     spec = WorkloadSpec("net.py", arguments={}, hooks={}, inputs=(), seed=0)
     plan = SimpleNamespace(workload=spec, digest="d", num_microbatches=2)
-    common = {"plan": plan, "stages": tmp_path, "workload": SimpleNamespace(files=())}
-    marks = [checking._mark(SimpleNamespace(profile=on(kind).profile, **common), ()) for kind in ("cpu", "cuda", "cpu")]  # type: ignore[arg-type]
+
+    def mark(kind: str) -> str:
+        prepared: Any = SimpleNamespace(profile=on(kind).profile, plan=plan, stages=tmp_path)
+        return FirstSteps(None, prepared, ignore_event, Wanted(steps=3), {}, beside=False)._mark  # type: ignore[arg-type]
+
+    marks = [mark(kind) for kind in ("cpu", "cuda", "cpu")]
     assert marks[0] == marks[2] != marks[1]
 
 
