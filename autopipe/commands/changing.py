@@ -25,6 +25,7 @@ from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
+COMPILED = "compiled stages (--compile) would be compiled again for each of them"
 _MOST_SECONDS = 60.0
 
 

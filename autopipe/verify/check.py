@@ -9,6 +9,7 @@ between the two plain loops, and reported separately.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from autopipe.errors import counted
-from autopipe.measure.device import release
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.schedules import make
@@ -27,8 +27,7 @@ from autopipe.trace.record.patches import as_compiled
 from autopipe.verify import in_stages
 from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
 from autopipe.verify.compiled_model import CompiledModel
-from autopipe.verify.in_stages import AVERAGE, Gradients, Trained, fresh, same, states_of, train_in_stages
-from autopipe.verify.joined import JoinedStages
+from autopipe.verify.in_stages import Trained, same, train_in_stages
 from autopipe.verify.noise import (
     ENLARGED,
     add_noise,
@@ -41,7 +40,8 @@ from autopipe.verify.noise import (
     without_compiler,
 )
 from autopipe.verify.order import SumOrder, why_another_order, why_not_bitwise
-from autopipe.verify.plain import PlainSettings, Subject, plain_training
+from autopipe.verify.plain import PlainSettings
+from autopipe.verify.plain_runs import Apart, PlainRuns
 from autopipe.verify.split_sums import SplitSums
 from autopipe.workload import Workload
 
@@ -53,66 +53,17 @@ _LEAST_SCALE = 1e-3
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Plain runs over the same minibatches."""
-
-    workload: Workload
-    run: RunDirectory
-    job: Job
-    context: RunContext
-    items: Sequence[Any]
-    # in the order of sums of one process
-    settings: PlainSettings
-    # step with these gradients in place of its own, so that every step begins at the weights that they led to
-    forced: Gradients | None = None
-
-    def train(self, subject: Subject | None = None, **changes: Any) -> Trained:
-        """Train once, with these changes to the settings."""
-        trained = Trained()
-
-        def keep(step: int, parameters: Mapping[str, Any]) -> None:
-            trained.keep(step, parameters)
-            for name, parameter in parameters.items() if self.forced is not None else ():
-                gradient = self.forced.get((step, name)) if self.forced is not None else None
-                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-
-        subject = Subject(self.workload, self.device) if subject is None else subject
-        before = {name: buffer.detach().clone() for name, buffer in subject.buffers().items()}
-        run = plain_training(
-            self.workload,
-            fresh(self.items),
-            replace(self.settings, **changes),
-            device=self.device,
-            subject=subject,
-            on_gradients=keep,
-        )
-        parameters = {name: parameter.data for name, parameter in subject.parameters.items()}
-        moving, aliases = self.context.graph.moving, self.context.graph.aliases
-        parameters.update({f"{AVERAGE}{name}": tensor for name, tensor in run.averages.items() if name in moving})
-        buffers = subject.buffers()
-        changed = (name for name, buffer in before.items() if not same(buffers.get(name), buffer))
-        trained.moved = frozenset(aliases.get(name, name) for name in changed)
-        trained.states = states_of(run.optimizer, subject.parameters)
-        trained.finish(parameters, {aliases.get(n, n): buffer for n, buffer in buffers.items()}, run.losses)
-        if self.context.plan.workload.precision == "fp16":
-            trained.note_skipped()
-        del parameters, buffers, before, run, subject
-        release(self.device)
-        return trained
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the runs."""
-        return torch.device(self.job.device)
-
-    def in_order(self, order: SumOrder, **changes: Any) -> Trained:
-        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters."""
-        return self.train(self.joined(shared=False) if order.shared else None, order=order, **changes)
-
-    def joined(self, *, shared: bool) -> JoinedStages:
-        """Return the stages joined in one process."""
-        return JoinedStages(self.run, self.context, self.workload, self.device, shared=shared)
+def settings_of(context: RunContext, job: Job, *, draws: bool) -> PlainSettings:
+    """Return the settings of plain training that is that of a plan, but for the order of its sums."""
+    return PlainSettings(
+        context.plan.num_microbatches,
+        context.plan.workload.seed,
+        draws,
+        job.clip_grad_norm,
+        staleness(context),
+        deferred_batch_norm=job.deferred_batch_norm,
+        ema=job.ema,
+    )
 
 
 def compare(
@@ -124,30 +75,23 @@ def compare(
     *,
     draws: bool,
     evaluate: bool = False,
+    apart: Apart | None = None,
 ) -> Comparison:
     """Train ``items`` by the plain loop and in stages with ranks as threads, and compare the results.
 
-    ``evaluate``: compare an evaluation of the first of them, too.
+    ``evaluate``: compare an evaluation of the first of them, too. ``apart``: for a graph with numbers.
     """
     plan, order = context.plan, SumOrder.of(context)
-    settings = PlainSettings(
-        plan.num_microbatches,
-        plan.workload.seed,
-        draws,
-        job.clip_grad_norm,
-        staleness(context),
-        deferred_batch_norm=job.deferred_batch_norm,
-        ema=job.ema,
-    )
+    settings = settings_of(context, job, draws=draws)
     reasons = why_not_bitwise(context, job)
-    loop = _Plain(workload, run, job, context, items, settings)
+    loop = PlainRuns(workload, run, job, context, items, settings, apart=apart)
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
         # first: the ranks record batches of other shapes, with their divisors
         evaluate = evaluate and in_stages.can_be_compared(workload, items[0], settings, loop.device)
         evaluated = items[:1] if evaluate else ()
-        trained, divisors = train_in_stages(workload, run, job, context, items, evaluated=evaluated)
+        trained, divisors = _in_stages(loop, items, evaluated)
         loop = replace(loop, settings=replace(settings, divisors=dict(enumerate(divisors))))
         plain = loop.train()
         orders = _Orders()
@@ -171,7 +115,7 @@ def compare(
             worst.add(name, None, plain.buffers[name])
         noise = Worst()
         if reasons:
-            noise = noise_between(reference, loop.in_order(order, reverse=True), buffers=False)
+            noise = noise_between(reference, loop.rounded(order), buffers=False)
         if plan.team > 1:
             add_noise(noise, noise_between(reference, loop.in_order(order, within=lambda: SplitSums(plan.team))))
         if job.compile:
@@ -220,15 +164,22 @@ def compare(
         tuple(sorted(name for name in worst.unequal if not worst.errors[name])),
         skipped,
         _left_out(context, job),
-        _evaluation(trained, loop),
+        _evaluation(trained, loop, items),
     )
 
 
-def _evaluation(trained: Trained, loop: _Plain) -> tuple[float, ...]:
+def _in_stages(loop: PlainRuns, items: Sequence[Any], evaluated: Sequence[Any]) -> tuple[Trained, list[Any]]:
+    """As ``train_in_stages``, with the process that knows the numbers, if there are some."""
+    with contextlib.nullcontext() if loop.apart is None else loop.apart.reads() as reads:
+        run, job, context = loop.run, loop.job, loop.context
+        return train_in_stages(loop.workload, run, job, context, items, evaluated=evaluated, reads=reads)
+
+
+def _evaluation(trained: Trained, loop: PlainRuns, items: Sequence[Any]) -> tuple[float, ...]:
     """Return the loss of the evaluation after training, and that of the model; () if there was none."""
     if not trained.evaluation:
         return ()
-    plain = in_stages.plain_evaluation(loop.workload, loop.items[0], trained, loop.settings, loop.device)
+    plain = in_stages.plain_evaluation(loop.workload, items[0], trained, loop.settings, loop.device)
     return trained.evaluation[-1], plain
 
 
@@ -250,13 +201,16 @@ def _reported(context: RunContext, plain: Trained) -> set[str]:
 
 
 def _left_out(context: RunContext, job: Job) -> tuple[str, ...]:
+    left_out = []
+    if context.graph.numbers:
+        left_out.append("no smaller minibatch and no full batch compared: the model's Python would give other numbers")
     averaged = set() if job.deferred_batch_norm else _averaged_in_flight(context)
-    if not averaged:
-        return ()
-    return (
-        f"{counted(len(averaged), 'buffer')} of replicated stages ({min(averaged)}) compared with nothing: replicas "
-        "average them while later microbatches run, which no plain loop does",
-    )
+    if averaged:
+        left_out.append(
+            f"{counted(len(averaged), 'buffer')} of replicated stages ({min(averaged)}) compared with nothing: "
+            "replicas average them while later microbatches run, which no plain loop does"
+        )
+    return tuple(left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +236,10 @@ class _Orders:
         return _Orders(*(finite(worst.errors) for worst in (every, first, last)))
 
 
-def _joined_difference(loop: _Plain, plain: Trained) -> str:
+def _joined_difference(loop: PlainRuns, plain: Trained) -> str:
     """Return why the stages, joined in one process, differ from plain training, "" if no bit differs."""
+    if loop.apart is not None:
+        return "the stages that share parameters are not joined in one process, where numbers of Python would be others"
     try:
         joined = loop.train(loop.joined(shared=True))
     except Exception as error:  # a plan is not refused because its order of sums cannot be proven
@@ -293,7 +249,7 @@ def _joined_difference(loop: _Plain, plain: Trained) -> str:
     return "the stages of the model, joined in one process, round differently" if unlike else ""
 
 
-def _differ(one: Trained, other: Trained, loop: _Plain) -> bool:
+def _differ(one: Trained, other: Trained, loop: PlainRuns) -> bool:
     """Return whether any bit differs."""
     return bool(_differences(one, other, loop.context, loop.job).unequal) or one.losses != other.losses
 
@@ -317,12 +273,14 @@ def _differences(trained: Trained, plain: Trained, context: RunContext, job: Job
     return worst
 
 
-def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[str, ...]:
+def _other_path(loop: PlainRuns, order: SumOrder, trained: Trained) -> tuple[str, ...]:
     """Return the lines at which the model branches on ``is_compiling()``, if this explains all differences; else ().
 
     ``torch.compiler.is_compiling()`` is True during capture and False in plain training, so a model may take two paths.
     It explains the differences if plain training with True equals the stages.
     """
+    if loop.apart is not None:
+        return ()
     asked: list[str] = []
 
     def explains(only: str = "") -> bool:
@@ -342,7 +300,7 @@ def _other_path(loop: _Plain, order: SumOrder, trained: Trained) -> tuple[str, .
     )
 
 
-def _add_noise_of_path(noise: Worst, plain: Trained, loop: _Plain, order: SumOrder) -> str:
+def _add_noise_of_path(noise: Worst, plain: Trained, loop: PlainRuns, order: SumOrder) -> str:
     """Add to ``noise`` what the captured path changes in the plain loop. Return a sentence on it."""
     try:
         captured = loop.in_order(order, within=as_compiled)
@@ -355,7 +313,7 @@ def _add_noise_of_path(noise: Worst, plain: Trained, loop: _Plain, order: SumOrd
 
 
 def _add_noise_of_compiler(
-    noise: Worst, reordered: Mapping[str, float], loop: _Plain, reference: Trained, order: SumOrder
+    noise: Worst, reordered: Mapping[str, float], loop: PlainRuns, reference: Trained, order: SumOrder
 ) -> str:
     """Add to ``noise`` what a compiler changes in plain training of the user's model. Return a sentence on it."""
     if order.shared:  # the model has one tensor for the stages that share a parameter

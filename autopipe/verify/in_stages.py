@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopipe import sparse
 from autopipe.ir.teams.axes import Place, Segment
 from autopipe.measure.device import release
+from autopipe.runtime.batches.beside import Telling
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Silent
@@ -75,6 +76,17 @@ class Trained:
         self.after_first = self.after_first or self.parameters
         return self
 
+    def stored(self) -> dict[str, Any]:
+        """Return the fields as values that ``torch.load`` reads without unpickling."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: [*value] if isinstance(value, (set, frozenset)) else value for name, value in values}
+
+    @staticmethod
+    def restored(values: Mapping[str, Any]) -> Trained:
+        """Return what ``stored`` returned."""
+        empty = Trained()
+        return Trained(**{name: type(getattr(empty, name))(value) for name, value in values.items()})
+
     def note_skipped(self) -> None:
         """Note the steps with a gradient that is not finite."""
         every = self.gradients.items()
@@ -91,7 +103,7 @@ def overflows(gradient: torch.Tensor) -> bool:
     return not bool(sparse.dense(gradient).isfinite().all())
 
 
-def fresh(items: Sequence[Any]) -> Iterator[Any]:
+def fresh(items: Iterable[Any]) -> Iterator[Any]:
     """Iterate copies of the minibatches: a forward may change its batch in place, which the next run must not see."""
     for item in items:
         yield pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, item)
@@ -130,10 +142,12 @@ def train_in_stages(
     items: Sequence[Any],
     *,
     evaluated: Sequence[Any] = (),
+    reads: Telling | None = None,
 ) -> tuple[Trained, list[Divisors | None]]:
     """Train in stages, with ranks as threads. Return the results, and the divisors of the loss in each minibatch.
 
-    ``evaluated``: minibatches that are evaluated before and after training.
+    ``evaluated``: minibatches that are evaluated before and after training. ``reads``: the process that reads
+    ``items``, and sends the numbers of their microbatches with them.
     """
     reporters = [_Evaluations() for _ in range(context.plan.num_processes)]
 
@@ -157,6 +171,7 @@ def train_in_stages(
         items=lambda epoch: fresh(items),
         on_gradients=hook,
         reporters=reporters,
+        reads=reads,
     )
     losses = sessions[0].executor.stepper.losses
     size = context.plan.team

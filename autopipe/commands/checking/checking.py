@@ -16,7 +16,8 @@ import torch
 
 from autopipe import __version__
 from autopipe.commands.artifact_steps import batch_size_of, prepare
-from autopipe.commands.changing import refuse_numbers
+from autopipe.commands.changing import COMPILED, refuse_numbers
+from autopipe.commands.checking.apart import Processes
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
@@ -36,6 +37,7 @@ from autopipe.runtime.compiled import refuse_uncompilable
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.trace.loss.coupling import normalised_layers
+from autopipe.trace.numbers import CHANGING
 from autopipe.verify.check import compare, staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.overflow import until_taken
@@ -80,8 +82,10 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if prepared.plan.num_processes > 1:
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, first_minibatches(prepared).forms, work, again, progress=progress)
-        refuse_numbers(prepared.graph, "only `autopipe train` has a process that knows them")
+        if settings.full_batch:
+            refuse_numbers(prepared.graph, "a full batch (--full-batch) would have others than its microbatches")
         if settings.compile:
+            refuse_numbers(prepared.graph, COMPILED)
             refuse_uncompilable(prepared.plan)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
@@ -92,7 +96,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             ema=settings.plan.ema or 0.0,
             compile=settings.compile,
             evaluate=evaluates(prepared),
-            full_batch="step" if settings.full_batch else "gradient",
+            full_batch="step" if settings.full_batch else gradient_of_full_batch(prepared),
         )
         compared = compare_plan(prepared, wanted)
         result = compared.comparison
@@ -124,6 +128,8 @@ def compare_for_command(task: Any, link: Link) -> dict[str, Any]:
 
 def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     """Compare in this process, on the device on which it fits."""
+    if lack := _lack_of_numbers(prepared, wanted):
+        return Compared(None, f"not checked: {lack}")
     place = place_of(prepared, need_of(prepared, wanted.steps))
     if not place.device:
         return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
@@ -140,6 +146,13 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     return compared
 
 
+def _lack_of_numbers(prepared: Prepared, wanted: Wanted) -> str:
+    """Return why a comparison cannot give the model's Python its numbers; "" if it can, or has none."""
+    cause = "--compile" if wanted.compile else "float16" if prepared.plan.workload.precision == "fp16" else ""
+    cause = cause or ("" if prepared.graph.exact else "a model that takes another path when it is captured")
+    return f"{CHANGING}, and {cause} needs further trainings with them" if prepared.graph.numbers and cause else ""
+
+
 def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
@@ -148,7 +161,12 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
 
     def last(item: Any) -> Any:
         samples = workload.num_samples(item)
-        smaller = samples > 1 and workload.cuts_by_dimension(item) and not _leaves_one(prepared, samples)
+        smaller = (
+            samples > 1
+            and not prepared.graph.numbers
+            and workload.cuts_by_dimension(item)
+            and not _leaves_one(prepared, samples)
+        )
         return workload.resized(item, samples - 1) if smaller else item
 
     if plan.workload.precision == "fp16":
@@ -162,7 +180,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
     job = Job(
         steps=len(items),
         epochs=0,
-        batch_size=plan.batch_size,
+        batch_size=size or 0,
         device=place.device,
         threads=place.threads,
         save=False,
@@ -196,7 +214,14 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any], wanted: Wanted
     with tempfile.TemporaryDirectory(prefix="autopipe-check-", dir=wanted.scratch or None) as scratch:
         run = write_run(Path(scratch), job, prepared)
         context = RunContext.of(prepared.plan, prepared.graph)
-        return compare(prepared.workload, run, job, context, items, draws=_draws(prepared), evaluate=wanted.evaluate)
+        apart = Processes(run, job.threads) if prepared.graph.numbers else None
+        draws, evaluate = _draws(prepared), wanted.evaluate
+        return compare(prepared.workload, run, job, context, items, draws=draws, evaluate=evaluate, apart=apart)
+
+
+def gradient_of_full_batch(prepared: Prepared) -> str:
+    """Return the field ``full_batch`` of what is compared: a model with numbers would have others for a full batch."""
+    return "" if prepared.graph.numbers else "gradient"
 
 
 def evaluates(prepared: Prepared) -> bool:

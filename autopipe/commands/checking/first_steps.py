@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
-from autopipe.commands.checking.checking import compare_here, compare_plan, evaluates, steps_to_compare
+from autopipe.commands.checking.checking import (
+    compare_here,
+    compare_plan,
+    evaluates,
+    gradient_of_full_batch,
+    steps_to_compare,
+)
 from autopipe.commands.checking.fitting import need_of, place_of
 from autopipe.commands.checking.full_batch import refusal_of_weights
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
@@ -85,7 +91,7 @@ class FirstSteps:
             ema=settings.plan.ema or 0.0,
             compile=bool(settings.compile),
             evaluate=evaluates(prepared),
-            full_batch="gradient" if prepared.plan.num_microbatches > 1 else "",
+            full_batch=gradient_of_full_batch(prepared) if prepared.plan.num_microbatches > 1 else "",
         )
         files = {str(path): content for path, content in users_files(prepared.plan.workload).items()}
         files |= {path: digest_of_file(Path(path)) for path in prepared.workload.files}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from autopipe.commands.artifact_steps import batch_size_of, prepare
-from autopipe.commands.changing import refuse_numbers
+from autopipe.commands.changing import COMPILED, refuse_numbers
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check, write_run
 from autopipe.commands.checking.first_steps import FirstSteps
@@ -115,7 +115,7 @@ def train(
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
             requested = bool(settings.audit_every)
-            settings = auditing.scheduled(_with_numbers(settings, prepared, events), prepared, done, events)
+            settings = auditing.scheduled(_with_numbers(settings, prepared), prepared, done, events)
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
@@ -140,19 +140,17 @@ def _listener(
     return listener
 
 
-def _with_numbers(settings: TrainSettings, prepared: Prepared, events: Events) -> TrainSettings:
+def _with_numbers(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
     """Let a process beside rank 0 read if numbers travel with the microbatches. Raises: RunError if it cannot."""
     if not prepared.graph.numbers:
         return settings
     if settings.loop:
         refuse_numbers(prepared.graph, "the loop over Pipeline.steps does not run it")
     if settings.compile:
-        refuse_numbers(prepared.graph, "compiled stages (--compile) would be compiled again for each of them")
+        refuse_numbers(prepared.graph, COMPILED)
     if settings.audit_every:
         refuse_numbers(prepared.graph, "an audit (--audit-every) does not know them")
-    if settings.check_first:
-        events("note", {"text": "the first steps are not compared with plain training, which runs the model's Python"})
-    return replace(settings, data_reader="beside", check_first=False, audit_every=0)
+    return replace(settings, data_reader="beside", audit_every=0)
 
 
 def _first_steps(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError, WorkerError
+from autopipe.runtime.batches.beside import Telling
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter, Silent
@@ -30,11 +31,13 @@ def run_in_threads(
     items: ItemSource | None = None,
     on_gradients: Callable[[int], GradientHook] | None = None,
     reporters: Sequence[Reporter] = (),
+    reads: Telling | None = None,
     timeout_seconds: float = 300.0,
 ) -> list[RankSession]:
     """Run ``body`` on every rank and return the sessions, by rank.
 
     ``items``: epoch -> minibatches, in place of the data of the workload. ``on_gradients``: process -> its hook.
+    ``reads``: the process that reads the data for rank 0.
 
     Raises: WorkerError for the rank that failed first, its own error as the cause.
     """
@@ -51,7 +54,8 @@ def run_in_threads(
         try:
             reporter = reporters[rank] if reporters else Silent()
             hook = None if on_gradients is None else on_gradients(rank)
-            session = RankSession.start(run, job, context, transport, reporter, on_gradients=hook)
+            process = None if rank else reads
+            session = RankSession.start(run, job, context, transport, reporter, on_gradients=hook, reads=process)
             session.items = items
             sessions[rank] = session
             body(session)

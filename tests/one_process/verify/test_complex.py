@@ -12,9 +12,9 @@ from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.trace.loss.steady import difference
 from autopipe.trace.verify import compare
-from autopipe.verify.check import _Plain
 from autopipe.verify.comparison import Worst, relative_error
 from autopipe.verify.in_stages import Trained
+from autopipe.verify.plain_runs import PlainRuns
 
 ONE = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.cfloat)
 
@@ -86,16 +86,16 @@ def test_a_complex_model_is_equal_and_its_conjugated_gradient_is_not(
     done = run(*command)
     assert done.exit_code == 0, done.stderr
     assert "equal to plain training, to the last bit" in done.stdout and "discards the imaginary" not in done.stderr
-    train = _Plain.train
+    train = PlainRuns.train
 
-    def conjugated(self: _Plain, *arguments: Any, **changes: Any) -> Trained:
+    def conjugated(self: PlainRuns, *arguments: Any, **changes: Any) -> Trained:
         trained = train(self, *arguments, **changes)
         for key, gradient in trained.gradients.items():
             if gradient is not None and gradient.is_complex():
                 trained.gradients[key] = gradient.conj().resolve_conj()
         return trained
 
-    monkeypatch.setattr(_Plain, "train", conjugated)
+    monkeypatch.setattr(PlainRuns, "train", conjugated)
     done = run(*command, "--precision", "bf16")  # a tolerance, and not bit by bit
     assert done.exit_code == 1
     assert "NOT equal to plain training" in done.stdout + done.stderr

@@ -1,0 +1,86 @@
+"""A model whose Python changes numbers from step to step is compared with plain training, which runs its Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import Commands, training
+
+# the forward, the loss and the data change numbers: in the model, in the module and in an imported file
+MODEL = """
+import counts
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.k = 0
+
+    def forward(self, x):
+        self.k += 1
+        x = F.dropout(torch.relu(self.a(x)) * 0.99 ** self.k, 0.1 + 0.0001 * self.k)
+        return self.c(torch.relu(self.b(x)) * counts.FACTOR)
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    counts.LOSSES += 1
+    return F.cross_entropy(output, target) * min(1.0, counts.LOSSES / 300)
+
+def optimizer(named_parameters):
+    return torch.optim.Adam([p for _, p in named_parameters], lr=0.01)
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        counts.FACTOR *= 0.999
+        yield torch.randn(batch_size, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+"""
+# the process that reads for the stages sends a number that is not that of the microbatch
+WRONG = """
+
+import multiprocessing
+if multiprocessing.current_process().name == "read_beside":
+    from autopipe.runtime.batches.guard import Guard
+    follow = Guard.follow
+
+    def wrong(self, part, step, index, graph, sizes):
+        numbers = follow(self, part, step, index, graph, sizes)
+        return {name: number * (1.0001 if (step, index) == (1, 2) else 1.0) for name, number in numbers.items()}
+
+    Guard.follow = wrong
+"""
+EQUAL = "3 steps compared with plain training: equal, bit for bit"
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "counts.py").write_text("FACTOR, LOSSES = 1.0, 0\n")
+    with Commands(tmp_path) as commands:
+        yield commands
+
+
+def test_plain_training_gives_the_numbers_that_the_stages_get(commands: Commands) -> None:
+    _, err = commands.run(*training(steps=5), "--replicas", "never")
+    assert "travel with each microbatch" in err and EQUAL in err
+    assert "no smaller minibatch and no full batch compared" in err
+    out, _ = commands.run("check", "model.py", "--gpus", "2", "--device", "cpu")
+    assert "equal to plain training, to the last bit" in out
+    _, err = commands.run("check", "model.py", "--gpus", "2", "--device", "cpu", "--full-batch", code=1)
+    assert "a full batch (--full-batch) would have others than its microbatches" in " ".join(err.split())
+
+
+def test_a_number_of_another_microbatch_is_a_difference(commands: Commands) -> None:
+    with (commands.folder / "model.py").open("a") as file:
+        file.write(WRONG)
+    _, err = commands.run(*training(steps=5), code=1)
+    assert "training in stages differs from plain training: the first step is equal bit for bit" in err
+    document = commands.document("check", "model.py", "--gpus", "2", "--device", "cpu", code=1)
+    assert not document["equal"] and "the first step is equal bit for bit" in document["cause"]
