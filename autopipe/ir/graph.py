@@ -321,6 +321,11 @@ class Graph:
         return {s.name: batch_size if s is samples else s.hint for s in self.symbols}
 
     @property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(spec.num_bytes({}) for spec in self.parameters.values())
+
+    @property
     def lengths(self) -> tuple[Symbol, ...]:
         """The symbols of other sizes than the number of samples."""
         return tuple(symbol for symbol in self.symbols if symbol.name != SAMPLES)
