@@ -48,6 +48,7 @@ from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.dimensions import Minibatch
+from autopipe.workload.model.placeholders import has_placeholders
 
 
 def profile(
@@ -228,6 +229,7 @@ def prepare(
         evaluation_note=note,
         max_shapes=settings.max_shapes,
         allow_data_dependent=settings.profile.allow_data_dependent,
+        placeholders=model.built if has_placeholders(model.built) else None,
     )
 
 
@@ -254,7 +256,7 @@ def sizes_of(settings: PlanSettings) -> Sizes:
     elif settings.batch_size is not None and settings.num_microbatches:
         whole, left = divmod(settings.batch_size, settings.num_microbatches)
         exact = (whole, whole + 1) if whole and left else (max(whole, 1),)
-    return Sizes(exact, settings.batch_size)
+    return Sizes(exact, settings.batch_size, quick=True)
 
 
 def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:

@@ -18,7 +18,9 @@ import torch
 from autopipe.commands.checking.batch_sizes import PlainModel, taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.planning.request import (
+    BETWEEN_SECONDS,
     COUNTED_SIZES,
+    ENOUGH_SECONDS,
     MICROBATCH_SIZES,
     NO_SIZES,
     QUICK_SECONDS,
@@ -225,6 +227,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
         if not settings.estimate:  # larger sizes are for another minibatch, which a later command may name
             wanted = tuple(size for size in usable if size <= minibatch_size or size in sizes.exact) or usable[:1]
         larger = () if sizes.exact else (*(size for size in usable if size > wanted[-1]), *larger)
+    named = bool(settings.microbatch_sizes or sizes.exact)
     if settings.estimate:
         profile = estimate(
             alone(model.capture),
@@ -241,7 +244,9 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
             microbatch_sizes=wanted,
             larger_sizes=larger,
             quick_seconds=QUICK_SECONDS,
-            slow_seconds=math.inf if settings.microbatch_sizes or sizes.exact else SLOW_SECONDS,
+            slow_seconds=math.inf if named else SLOW_SECONDS,
+            between_seconds=BETWEEN_SECONDS if sizes.quick and not named else math.inf,
+            enough_seconds=ENOUGH_SECONDS[sizes.quick],
             threads=settings.threads or 1,
             complete=not has_placeholders(model.built),
             progress=work.progress,

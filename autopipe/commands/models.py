@@ -83,8 +83,10 @@ def load_model(
         if settings.estimate:
             built = workload.build_model(empty=True)
         else:
-            whole = kind == "cpu" and not work.elsewhere
-            built = build_within_memory(workload, whole=whole, remedy=_TOO_LARGE)
+            size = 0 if stored is None else stored.graph.parameter_bytes
+            built = build_within_memory(
+                workload, whole=kind == "cpu" and not work.elsewhere, remedy=_TOO_LARGE, known_bytes=size
+            )
     if has_placeholders(built):
         return_freed_memory()
         work.notes.append(_PLACEHOLDERS)

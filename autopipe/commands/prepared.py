@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from autopipe.commands.settings import MAX_SHAPES
 from autopipe.commands.store import PlanRecord
 from autopipe.ir.cluster import Cluster
@@ -30,6 +32,7 @@ class Prepared:
     evaluation_note: str = ""  # the reason why the stages cannot evaluate, or ""
     max_shapes: int = MAX_SHAPES  # how many further shapes of batches may be captured while ranks run
     allow_data_dependent: bool = False  # in those captures
+    placeholders: nn.Module | None = None  # a large model, with placeholders for its weights
 
     @property
     def device_budget_bytes(self) -> int:

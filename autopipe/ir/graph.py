@@ -346,6 +346,11 @@ class Graph:
         return tuple(entry for entry in self.inputs if entry.number is not None)
 
     @property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(spec.num_bytes({}) for spec in self.parameters.values())
+
+    @property
     def lengths(self) -> tuple[Symbol, ...]:
         """The symbols of other sizes than the number of samples."""
         return tuple(symbol for symbol in self.symbols if symbol.name != SAMPLES)

@@ -38,7 +38,7 @@ HEAT_SECONDS, REHEAT_SECONDS = 2.0, 0.2
 """How long a GPU works before the first window of time, and before each later one."""
 
 _SIDES = (64, 256, 1024, 4096)  # of the matrices: a product of the largest takes 0.2 ms on an H100, 3 ms on a T4
-LONG_SECONDS = 0.2
+LONG_SECONDS = 0.1
 """A call that takes longer is not repeated: other work on the machine changes its time by a small part only."""
 ENOUGH_SECONDS = 1e-4
 """The smallest matrices are used whose product takes this long."""

@@ -192,8 +192,6 @@ VERY_NOISY = 0.75
 """Relative spread, or steal time, above which a profile is not reliable; logged as a warning."""
 MOST_WINDOWS = 8
 _PASSES = 4  # forwards and backwards in the first window of a size
-ENOUGH_SECONDS = 3.0
-"""No further window begins after this time: the windows so far contain both quiet and busy moments."""
 
 
 class BatchSource(Protocol):
@@ -235,6 +233,8 @@ def measure(
     larger_sizes: Sequence[int] = (),
     quick_seconds: float = math.inf,
     slow_seconds: float = math.inf,
+    between_seconds: float = math.inf,
+    enough_seconds: float = 3.0,
     threads: int = 1,
     complete: bool = True,
     progress: Progress = no_progress,
@@ -243,8 +243,10 @@ def measure(
 
     ``larger_sizes``: measured too, except those that take longer than ``quick_seconds`` for a forward and a backward,
     or more than half of the memory, by the figures of the largest other size. ``slow_seconds``: a size is left out with
-    a warning if measuring it and those before it once would take longer; the smallest one never is. ``complete``: time
-    the complete model too, if it fits.
+    a warning if measuring it and those before it once would take longer; the smallest one never is.
+    ``between_seconds``: a size between the smallest and the largest is left out, to be interpolated, if its forward and
+    backward take longer. ``enough_seconds``: no further window begins after this time: those so far contain quiet and
+    busy moments. ``complete``: time the complete model too, if it fits.
 
     The model's parameters, buffers and gradients and the state of the random number generators do not change. A size
     at which the model cannot run (a BatchNorm of one sample) or does not fit is left out with a warning.
@@ -263,7 +265,8 @@ def measure(
         def further(largest: SizeMeasurement) -> list[SizeMeasurement]:
             return [sized(size) for size in larger_sizes if largest.allows(size, quick_seconds)]
 
-        measured = _in_windows([sized(size) for size in sizes], progress, further, slow_seconds)
+        runs, limits = [sized(size) for size in sizes], (slow_seconds, between_seconds, enough_seconds)
+        measured = _in_windows(runs, progress, further, *limits)
         measurements = [run.measurement() for run in measured]
         steal_time = {run.subject.size: run.subject.clock.steal_time for run in measured}
         progress("optimizer step", MOST_WINDOWS / (MOST_WINDOWS + 1))
@@ -294,8 +297,10 @@ def _in_windows(
     progress: Progress,
     further: Callable[[SizeMeasurement], list[SizeMeasurement]],
     slow_seconds: float,
+    between_seconds: float,
+    enough_seconds: float,
 ) -> list[SizeMeasurement]:
-    """Measure all sizes in turns, and return those that could be measured. ``slow_seconds``: see ``measure``.
+    """Measure all sizes in turns, and return those that could be measured, in order. For the times see ``measure``.
 
     ``further``: gives the larger sizes that join after the first window; called with the largest size so far.
 
@@ -307,14 +312,14 @@ def _in_windows(
     for window in range(MOST_WINDOWS):
         if window:
             sizes[0].subject.clock.heat(again=True)
-        for index, run in enumerate(tuple(running)):
-            size, windows_done = run.subject.size, window + index / len(running)
-            if not window and _seconds_until(running, size) > slow_seconds:
+        # the largest after the smallest: others are between them
+        order = running if window else [*running[:1], *reversed(running[1:])]
+        for index, run in enumerate(tuple(order)):
+            size, windows_done = run.subject.size, window + index / len(order)
+            if not window and _leaves_out(running, run, slow_seconds, between_seconds):
                 running.remove(run)
-                what = f"measuring up to it takes more than {slow_seconds:.0f} s (--microbatch-sizes names others)"
-                _log.warning("a microbatch of %d is left out of the profile: %s", size, what)
                 continue
-            run.progress = functools.partial(_report, progress, size, windows_done, 1 / len(running))
+            run.progress = functools.partial(_report, progress, size, windows_done, 1 / len(order))
             try:
                 run.window()
             except ProfileError as error:
@@ -330,21 +335,28 @@ def _in_windows(
             raise failures[0]
         joining = [] if window else further(running[-1])
         running += joining
-        if not joining and time.monotonic() - begin > ENOUGH_SECONDS:
+        if not joining and time.monotonic() - begin > enough_seconds:
             break
     return running
 
 
-def _seconds_until(running: list[SizeMeasurement], size: int) -> float:
-    """Return how long measuring a size once takes together with the sizes before it, or 0 for the first size.
-
-    What is done only once, such as compiling kernels, does not count.
-    """
-    measured = [run for run in running if run.num_windows]
+def _leaves_out(
+    running: list[SizeMeasurement], run: SizeMeasurement, slow_seconds: float, between_seconds: float
+) -> bool:
+    """Return whether a size is not measured, by the figures of those that are. What is slow is logged as a warning."""
+    size, measured = run.subject.size, [other for other in running if other.num_windows]
     if not measured:
-        return 0.0
-    samples = size + sum(run.subject.size for run in measured)
-    return _PASSES * samples * measured[-1].seconds / measured[-1].subject.size
+        return False
+    largest = measured[-1]
+    if size < largest.subject.size:
+        return size * largest.seconds / largest.subject.size > between_seconds
+    samples = size + sum(other.subject.size for other in measured)
+    # what is done only once, such as compiling kernels, does not count
+    if _PASSES * samples * largest.seconds / largest.subject.size <= slow_seconds:
+        return False
+    what = f"measuring up to it takes more than {slow_seconds:.0f} s (--microbatch-sizes names others)"
+    _log.warning("a microbatch of %d is left out of the profile: %s", size, what)
+    return True
 
 
 def _report(progress: Progress, size: int, windows_done: float, share: float, text: str, fraction: float) -> None:

@@ -101,7 +101,7 @@ def estimate(profile: Profile) -> tuple[Any, ...]:
             in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
         )
     state = profile.optimizer_bytes_per_byte * profile.trained_bytes
-    every = sum(spec.num_bytes({}) for spec in profile.graph.parameters.values())
+    every = profile.graph.parameter_bytes
     return table, f"{in_bytes(every)} of parameters; the optimizer keeps {in_bytes(state)}"
 
 

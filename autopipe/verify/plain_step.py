@@ -167,7 +167,7 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
 
 def memory_bytes(context: RunContext) -> int:
     """Return an estimate of the memory of the plain step: that of all stages, and the tensors to compare."""
-    parameters = sum(spec.num_bytes({}) for spec in context.graph.parameters.values())
+    parameters = context.graph.parameter_bytes
     return sum(stage.peak_bytes for stage in context.plan.stages) + 3 * parameters
 
 

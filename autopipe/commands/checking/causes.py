@@ -112,7 +112,7 @@ def hidden_cause(prepared: Prepared) -> RunError | None:
     plan, workload = prepared.plan, prepared.workload
     if len(plan.stages) == 1 and not plan.shard_optimizer and plan.team == 1:
         return None
-    model = build_within_memory(workload)
+    model = build_within_memory(workload) if prepared.placeholders is None else prepared.placeholders
     refused = refusal_of_team(workload, plan, prepared.graph, model)
     if refused is not None or (len(plan.stages) == 1 and not plan.shard_optimizer):
         return refused

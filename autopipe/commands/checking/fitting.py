@@ -58,8 +58,7 @@ class Place:
 def need_of(prepared: Prepared, steps: int) -> Need:
     """Estimate what a comparison of ``steps`` steps needs."""
     plan, graph, profile = prepared.plan, prepared.graph, prepared.profile
-    sizes = [spec.num_bytes({}) for spec in graph.parameters.values()]
-    weights, trained = sum(sizes), profile.trained_bytes
+    weights, trained = graph.parameter_bytes, profile.trained_bytes
     saved = sum(cost.saved_bytes for cost in profile.at(plan.microbatch_size).costs.values())
     versions = 1 + max(staleness(RunContext.of(plan, graph)).values(), default=0)
     state = round(profile.optimizer_bytes_per_byte * trained)

@@ -93,7 +93,7 @@ def first(settings: TrainSettings, prepared: Prepared, start: int) -> int:
 def _cost_seconds(prepared: Prepared) -> float:
     """Return an estimate of the time of one audit."""
     plan = prepared.plan
-    weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
+    weights = prepared.graph.parameter_bytes
     plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     return STARTUP_SECONDS + 2 * plain + _WRITTEN * weights / DISK_BYTES_PER_SECOND
 
@@ -106,7 +106,7 @@ def memory_shortfall(prepared: Prepared) -> str:
     if prepared.profile.device.kind != "cpu":
         return ""
     needed = memory_bytes(RunContext.of(prepared.plan, prepared.graph))
-    weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
+    weights = prepared.graph.parameter_bytes
     # the ranks' peaks, and the copies of what they write for an audit
     ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages) + _WRITTEN * weights
     free = int(psutil.virtual_memory().available) - ranks

@@ -29,6 +29,7 @@ class ModelFactory:
         self._seed = seed
         self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
         self.initial = InitialValues()  # of the first complete build
+        self.is_large = False  # it is known that a complete build would exceed ``size_limits.FIRST_BYTES``
 
     def build(
         self, *, empty: bool = False, shifted: bool = False, part: partial.PartialBuild | None = None

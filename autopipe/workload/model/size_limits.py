@@ -1,7 +1,7 @@
 """Determine the size of a model before its weights are allocated, and stop a build that exceeds the memory.
 
 A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated with
-placeholders (``workload.model.placeholders``), and the ranks build the parameters that they train.
+placeholders (``workload.model.placeholders``), as are all later ones; the ranks build the parameters that they train.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class _TooManyBytes(BaseException):
     """The parameters exceed the limit. Not an ``Exception``, so that the user's code does not catch it."""
 
 
-def build_within_memory(workload: Workload, *, whole: bool = False, remedy: str = "") -> nn.Module:
+def build_within_memory(
+    workload: Workload, *, whole: bool = False, remedy: str = "", known_bytes: int = 0
+) -> nn.Module:
     """Build the model, with placeholders for its parameters if it is large; so it can be captured and verified.
 
-    ``whole``: the model will be trained on this host, so that it must fit. A large model that reads a parameter while
-    it is built, or keeps what it computes from one, is complete.
+    ``whole``: the model will be trained on this host, so that it must fit. ``known_bytes``: of its parameters, 0 if not
+    known. A large model that reads a parameter while it is built, or keeps what it computes from one, is complete.
 
     Raises: TooLargeError with the size of the model and the available memory; ModelFileError if the size is not known,
     because the model cannot be built without memory. Both come before all of it is allocated. Any exception of the
@@ -50,8 +52,11 @@ def build_within_memory(workload: Workload, *, whole: bool = False, remedy: str 
     value = workload.builder.value
     if isinstance(value, nn.Module) and _Size(value).bytes > available:
         raise _refused(workload.name, _Size(value), available, remedy)
-    with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // (1 + _TO_VERIFY))):
-        return workload.build_model()
+    workload.models.is_large |= known_bytes > FIRST_BYTES
+    if not workload.models.is_large:
+        with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // (1 + _TO_VERIFY))):
+            return workload.build_model()
+        workload.models.is_large = True
     model = None if isinstance(value, nn.Module) else _with_placeholders(workload)
     if model is None:
         with contextlib.suppress(_TooManyBytes), _parameters_up_to(available):
