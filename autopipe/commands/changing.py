@@ -17,6 +17,7 @@ from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph, Input
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.runtime.batches.guard import built
+from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.state.trying.isolation import isolated
 from autopipe.trace.tape.survey import changing_numbers
 from autopipe.workers.task import Link
@@ -68,5 +69,5 @@ def refuse_numbers(graph: Graph, what: str) -> None:
         raise RunError(
             f"numbers of the model's Python change from step to step, and {what}",
             where=number.place,
-            remedy="make the number a buffer (register_buffer) that torch operations update, or a tensor of the batch",
+            remedy=KEEP,
         )

@@ -89,7 +89,7 @@ def capture(
                 try:
                     captured = _with_numbers(workload, numbers, record)
                 except TraceError as why:
-                    logger.info("numbers that change cannot be inputs: %s", why.what)
+                    error.remedy = f"{error.remedy}; its numbers cannot travel with the microbatches: {why.what}"
                     raise error from why
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     opaque = workload.spec.opaque_modules
@@ -206,6 +206,8 @@ def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: Callab
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
     divides = any(node.name in names and node.users for node in divisor)
     why = "a number is not read" if not names <= read else "the divisor of the loss changes" if divides else ""
+    if any(node.checkpoint for node in captured.graph.nodes):  # which runs once on fakes
+        why = why or "torch.utils.checkpoint runs Python twice"
     why = why or why_unknown(captured.graph) or ("" if captured.graph.batch.is_plain else "the batch is not plain")
     if why:
         raise TraceError(f"{CHANGING}: {why}", where=workload.name)

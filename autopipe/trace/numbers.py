@@ -45,7 +45,7 @@ def plain(arguments: Any) -> Any:
 
 def kind_of(value: Any) -> str:
     """Return the kind of a number as in ``ir.graph.Number``; "" for anything else."""
-    return next((kind.__name__ for kind in (bool, int, float) if isinstance(value, kind)), "")
+    return type(value).__name__ if type(value) in (bool, int, float) else ""
 
 
 def spec_of(kind: str) -> TensorSpec:

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopipe.commands.changing import refuse_numbers
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
 from autopipe.commands.store import PlanRecord, Store
@@ -149,6 +150,12 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             "rates in its state",
             where=str(source.directory),
             remedy=f"omit --lr; for other rates, {_FROM_WEIGHTS}",
+        )
+    if recorded.num_microbatches != prepared.plan.num_microbatches:
+        refuse_numbers(
+            prepared.graph,
+            f"the run has had {counted(recorded.num_microbatches, 'microbatch')} a step until now, and "
+            f"{prepared.plan.num_microbatches} would change how often its Python has run",
         )
     hooks = _Hooks(prepared.workload, prepared.plan)
     first, second = (edits(source, hooks.build, rates=settings.new_rate is None) for _ in range(2))

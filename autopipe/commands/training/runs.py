@@ -150,7 +150,9 @@ def _with_numbers(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
         refuse_numbers(prepared.graph, COMPILED)
     if settings.audit_every:
         refuse_numbers(prepared.graph, "an audit (--audit-every) does not know them")
-    return replace(settings, data_reader="beside", audit_every=0)
+    if settings.data_reader == "each":
+        refuse_numbers(prepared.graph, "only one process runs it (omit --data-reader each)")
+    return replace(settings, data_reader="beside", audit_every=0, replay="all")
 
 
 def _first_steps(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps | None:

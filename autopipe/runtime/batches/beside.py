@@ -38,7 +38,7 @@ from autopipe.workload import Workload
 AHEAD = 3
 """Minibatches that are read before rank 0 needs them."""
 DOING = "reading the data and running the model's Python beside rank 0"
-INSTEAD = "--data-reader one reads in rank 0, and compares nothing"
+INSTEAD = "if no numbers of the model's Python change, --data-reader one reads in rank 0, and compares nothing"
 _WAIT_SECONDS = 1.0
 
 

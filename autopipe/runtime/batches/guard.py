@@ -19,6 +19,7 @@ from autopipe.ir.graph import Graph, Input
 from autopipe.runtime.events import Reporter
 from autopipe.trace.tape import Difference, Tape, why_unknown
 from autopipe.workload import Workload
+from autopipe.workload.model.size_limits import with_placeholders
 
 
 @dataclass(slots=True)
@@ -78,11 +79,9 @@ class Guard:
 
 
 def built(workload: Workload) -> nn.Module:
-    """Build a model for its Python: without memory for its parameters, if it does not read them while it is built."""
-    try:
-        return workload.build_model(empty=True)
-    except Exception:  # the model reads its parameters while it is built
-        return workload.build_model().to(torch.device("meta"))
+    """Build a model for its Python, which has drawn what a complete build draws, without memory for its parameters."""
+    model = with_placeholders(workload)
+    return workload.build_model().to(torch.device("meta")) if model is None else model
 
 
 def _text(difference: Difference, step: int, index: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopipe.draws import exclusive
+from autopipe.errors import RunError
 from autopipe.generate import generate
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
@@ -25,6 +26,7 @@ from autopipe.runtime.batches.members import of_same_team
 from autopipe.runtime.context import RunContext
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.trace.sizes.lengths import varying_lengths
+from autopipe.trace.state.refusal import KEEP
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 
@@ -74,11 +76,14 @@ def write_new_recording(
 
     Raises: AutopipeError if the batch cannot be captured, or not cut like the plan.
     """
-    with exclusive(), torch.enable_grad():
-        numbers = context.graph.numbers if training else ()
-        record = functools.partial(
-            capture, workload, allow_data_dependent=allow_data_dependent, training=training, numbers=numbers
+    if context.graph.numbers:
+        raise RunError(
+            "the batch has another form or shape than the ones before, and numbers of the model's Python change from "
+            "step to step: recording it runs that Python, which would change them",
+            remedy=f"pad the batches to one shape, or {KEEP}",
         )
+    with exclusive(), torch.enable_grad():
+        record = functools.partial(capture, workload, allow_data_dependent=allow_data_dependent, training=training)
         captured = record(others=others)
         if context.graph.samples is None and captured.graph.divisor != context.graph.divisor:
             # no input counts the samples, and a count that is a constant of the plan's graph is a size here: parts of

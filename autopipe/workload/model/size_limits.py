@@ -57,7 +57,7 @@ def build_within_memory(
         with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // (1 + _TO_VERIFY))):
             return workload.build_model()
         workload.models.is_large = True
-    model = None if isinstance(value, nn.Module) else _with_placeholders(workload)
+    model = None if isinstance(value, nn.Module) else with_placeholders(workload)
     if model is None:
         with contextlib.suppress(_TooManyBytes), _parameters_up_to(available):
             return workload.build_model()
@@ -115,7 +115,7 @@ def lack_of_memory_to_verify(model: nn.Module) -> str:
     return f"that needs {in_bytes(needed)} of memory, and {in_bytes(available)} are available"
 
 
-def _with_placeholders(workload: Workload) -> nn.Module | None:
+def with_placeholders(workload: Workload) -> nn.Module | None:
     """Return the model with random placeholders; None if it cannot be built so.
 
     The build draws what a complete one draws: numbers that a model keeps as attributes are the same.
