@@ -37,9 +37,11 @@ from autopipe.runtime.training_state.stage import Training, unstorable
 from autopipe.users_code import is_own_module
 from autopipe.verify.reached_state import Load, unlike
 from autopipe.workload import Workload
+from autopipe.workload.hooks.optimizers import is_of_torch
 
 FIRST_STEPS, FURTHER_STEPS = 3, 4
-# steps before the state is stored, if they take less time: an average or a restart may first act after many steps
+# steps before the state is stored, if they take less time: an average or a restart of the user's own, or of a package,
+# may first act after many steps
 MOST_STEPS, MOST_SECONDS = 97, 0.5
 _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
@@ -81,7 +83,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
             if first is None or second is None:
                 return ""
             try:
-                _compare(first, second, MOST_STEPS)
+                _compare(first, second, FIRST_STEPS if _is_of_torch(first.training) else MOST_STEPS)
             except _UntriedError as error:  # such as a schedule that ends
                 possible = error.steps - FURTHER_STEPS
                 if possible < FIRST_STEPS:
@@ -110,6 +112,12 @@ def _one_thread() -> Iterator[None]:
 
 def _shapes(workload: Workload) -> Shapes:
     return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepping.stepped_parameters().items()}
+
+
+def _is_of_torch(training: Training) -> bool:
+    """Return whether no code but torch's steps the parameters and the learning rate."""
+    own = is_of_torch(training.optimizer) and not _modules(training, ())
+    return own and (training.scheduler is None or type(training.scheduler).__module__.startswith("torch.optim"))
 
 
 def _stepped(load: Load) -> set[int]:

@@ -18,6 +18,7 @@ from autopipe.ir.graph import Input, Number
 from autopipe.trace.numbers import Call, kind_of, spec_of
 from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
+from autopipe.workload.hooks.optimizers import is_of_torch
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ def _has_own_steps(workload: Workload, model: nn.Module) -> bool:
     except Exception as error:
         logger.info("the optimizer is not known: %s", error)
         return True
-    if optimizer is None:
-        return False
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim")
+    return optimizer is not None and not is_of_torch(optimizer)
 
 
 def _microbatches(workload: Workload) -> Iterator[Item]:

@@ -141,3 +141,10 @@ def stepped(optimizer: Optimizer) -> list[Parameter]:
 def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> Optimizer:
     """Return one of torch's optimizers with its defaults, except for ``lr``."""
     return make_optimizer(Hook("optimizer", kind, f"torch.optim.{kind.__name__}", ""), named, lr)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether a step runs torch's code only: that of a class of ``torch.optim``, without hooks."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
