@@ -32,7 +32,7 @@ _MOST_SECONDS = 60.0
 
 def changing(workload: Workload) -> tuple[Input, ...]:
     """Return the numbers that a model's Python changes, as inputs of its graph; () if something else changes, too."""
-    in_ranks = any(hook in workload.hooks for hook in ("after_step", "split", "scheduler"))
+    in_ranks = any(hook in workload.hooks for hook in ("after_step", "split"))
     if in_ranks or workload.spec.team > 1:
         return ()
     states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)

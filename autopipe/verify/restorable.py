@@ -116,8 +116,7 @@ def _shapes(workload: Workload) -> Shapes:
 
 def _is_of_torch(training: Training) -> bool:
     """Return whether no code but torch's steps the parameters and the learning rate."""
-    own = is_of_torch(training.optimizer) and not _modules(training, ())
-    return own and (training.scheduler is None or type(training.scheduler).__module__.startswith("torch.optim"))
+    return is_of_torch(training.optimizer, training.scheduler) and not _modules(training, ())
 
 
 def _stepped(load: Load) -> set[int]:

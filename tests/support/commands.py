@@ -225,6 +225,19 @@ def fix_costs(work_dir: Path, seconds: Callable[[int], float] = lambda node: 1e-
     path.write_text(json.dumps(profile))
 
 
+def losses(run: Path) -> dict[int, float]:
+    """Return the loss of each step of a run: of a step that was repeated, the last."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "samples_per_second" in line}
+
+
+def assert_no_process_is_left(folder: Path) -> None:
+    """Require that no process has this folder as its working directory, or wait until none has."""
+    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert [(process.cmdline(), process.ppid()) for process in alive] == []
+
+
 def assert_gone(processes: list[psutil.Process]) -> None:
     """Assert that all processes end within three seconds."""
     _, alive = psutil.wait_procs(processes, timeout=under_load(3))

@@ -62,13 +62,14 @@ def changing_numbers(workload: Workload, model: nn.Module) -> tuple[Input, ...]:
 
 
 def _has_own_steps(workload: Workload, model: nn.Module) -> bool:
-    """Return whether a step of the optimizer runs code of the user, or may: it could change what a forward reads."""
+    """Return whether a step runs code that is not torch's, or may: it could change what a forward reads."""
     try:
-        optimizer: Any = workload.optimizer([*model.named_parameters()])
+        optimizer = workload.optimizer([*model.named_parameters()])
+        scheduler = None if optimizer is None else workload.scheduler(optimizer)
     except Exception as error:
-        logger.info("the optimizer is not known: %s", error)
+        logger.info("the optimizer or the scheduler is not known: %s", error)
         return True
-    return optimizer is not None and not is_of_torch(optimizer)
+    return optimizer is not None and not is_of_torch(optimizer, scheduler)
 
 
 def _microbatches(workload: Workload) -> Iterator[Item]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
 from autopipe.workload.hooks.candidates import takes
@@ -143,8 +144,13 @@ def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> 
     return make_optimizer(Hook("optimizer", kind, f"torch.optim.{kind.__name__}", ""), named, lr)
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Return whether a step runs torch's code only: that of a class of ``torch.optim``, without hooks."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+def is_of_torch(optimizer: Optimizer, scheduler: LRScheduler | None = None) -> bool:
+    """Return whether a step runs torch's code only: that of classes of ``torch.optim``, without functions of others."""
+    things: list[Any] = [optimizer] if scheduler is None else [optimizer, scheduler]
+    if not all(type(thing).__module__.startswith("torch.optim") for thing in things):
         return False
-    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    parts = [] if scheduler is None else pytree.tree_leaves([*vars(scheduler).values()])
+    inner = [part for part in parts if isinstance(part, LRScheduler)]
+    return not any(map(callable, parts)) and all(is_of_torch(optimizer, part) for part in inner)

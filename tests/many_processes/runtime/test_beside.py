@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import Commands, descendants, wait_for_steps
+from support.commands import Commands, assert_no_process_is_left, descendants, losses, wait_for_steps
 
 MODEL = """
 import multiprocessing
@@ -71,17 +70,6 @@ def write(folder: Path, at_each_minibatch: str = "pass") -> None:
     (folder / "model.py").write_text(MODEL % at_each_minibatch)
 
 
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line and "samples_per_second" in line]
-
-
-def assert_no_process_is_left(folder: Path) -> None:
-    left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
-    _, alive = psutil.wait_procs(left, timeout=10)
-    assert [(p.cmdline(), p.ppid()) for p in alive] == []
-
-
 @pytest.mark.parametrize(
     ("at_each_minibatch", "message"),
     [
@@ -94,7 +82,7 @@ def test_the_end_of_the_process_ends_the_run(at_each_minibatch: str, message: st
     _, stderr = commands.run(*WORDS, "--steps", "20", code=3, seconds=100)
     assert message in stderr
     assert "at:  rank 0" in stderr
-    assert len(losses(commands.folder)) == 6
+    assert len(losses(commands.folder / "run")) == 6
     assert_no_process_is_left(commands.folder)
 
 
@@ -119,16 +107,10 @@ def test_it_ends_with_rank_0(commands: Commands) -> None:
     assert not any(child.is_running() for child in beside)
 
 
-def rows(folder: Path) -> dict[int, float]:
-    """Return the loss of each step: of a step that was repeated, the last."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "samples_per_second" in line}
-
-
 def test_a_run_that_was_killed_or_resumed_is_that_of_one_that_was_not(commands: Commands) -> None:
     write(commands.folder, "time.sleep(0.2)")
     commands.run(*WORDS, "--steps", "12", seconds=100)
-    whole = rows(commands.folder)
+    whole = losses(commands.folder / "run")
     (commands.folder / "run").rename(commands.folder / "whole")
     process = commands.start(*WORDS, "--steps", "8", "--checkpoint-every", "2", "--max-restarts", "1")
     rank = wait_for_steps(commands.folder / "run", process, count=3)[0]
@@ -137,7 +119,7 @@ def test_a_run_that_was_killed_or_resumed_is_that_of_one_that_was_not(commands: 
     assert process.wait(90) == 0
     assert not any(child.is_running() for child in beside)
     commands.run(*WORDS, "--steps", "12", "--resume", seconds=100)
-    assert rows(commands.folder) == whole
+    assert losses(commands.folder / "run") == whole
     assert len(whole) == 12
     assert_no_process_is_left(commands.folder)
 
@@ -154,4 +136,4 @@ def test_a_hook_of_the_ranks_keeps_the_data_in_rank_0(commands: Commands) -> Non
     (commands.folder / "model.py").write_text(text.replace("hook", "after_step"))
     _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
     assert "not compared with the stage code while training: after_step runs in the ranks" in " ".join(stderr.split())
-    assert len(losses(commands.folder)) == 3
+    assert len(losses(commands.folder / "run")) == 3

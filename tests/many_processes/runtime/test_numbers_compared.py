@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import Commands, training
+from support.commands import Commands, losses, training
 
 # the forward, the loss and the data change numbers: in the model, in the module and in an imported file
 MODEL = """
@@ -84,3 +84,29 @@ def test_a_number_of_another_microbatch_is_a_difference(commands: Commands) -> N
     assert "training in stages differs from plain training: the first step is equal bit for bit" in err
     document = commands.document("check", "model.py", "--gpus", "2", "--device", "cpu", code=1)
     assert not document["equal"] and "the first step is equal bit for bit" in document["cause"]
+
+
+def test_the_numbers_of_a_batch_of_another_shape_are_not_recorded(commands: Commands) -> None:
+    wide = MODEL.replace("self.a(x)", "self.a(x[:, -8:])").replace("batch_size, 8, gen", "batch_size, width(), gen")
+    wide += """
+def width():
+    counts.BATCHES += 1
+    return 8 if counts.BATCHES % 9 else 12
+"""
+    (commands.folder / "model.py").write_text(wide)
+    (commands.folder / "counts.py").write_text("FACTOR, LOSSES, BATCHES = 1.0, 0, 0\n")
+    _, err = commands.run(*training(steps=12), "--no-check", code=3)
+    assert "recording it runs that Python, which would change them" in " ".join(err.split())
+
+
+def test_a_run_resumes_with_the_same_number_of_microbatches_only(commands: Commands) -> None:
+    words = [*training(steps=14), "--no-check", "--replicas", "never"]
+    commands.run(*words, "--run-dir", "whole")
+    commands.run(*training(steps=8), "--no-check", "--replicas", "never")
+    words[words.index("--num-microbatches") + 1] = "2"
+    _, err = commands.run(*words, "--resume", code=1)
+    assert "would change how often its Python has run" in " ".join(err.split())
+    words[words.index("--num-microbatches") + 1] = "4"
+    commands.run(*words, "--resume")
+    whole, resumed = (losses(commands.folder / run) for run in ("whole", "run"))
+    assert whole == resumed and len(whole) == 14

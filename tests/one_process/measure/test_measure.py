@@ -260,6 +260,18 @@ def test_sizes_that_take_long_are_left_out_with_a_warning(caplog):
     assert "a microbatch of 4 is left out" in caplog.text and "a microbatch of 8 is left out" in caplog.text
 
 
+def test_sizes_between_others_are_interpolated_if_they_take_long(caplog):
+    _, capture, workload = stack_of()
+    sizes = {"microbatch_sizes": (2, 4, 6, 8), "enough_seconds": 0.0}
+    profile = measure(capture, workload, device="cpu", **sizes, between_seconds=1e-9)
+    assert [measurement.microbatch_size for measurement in profile.measurements] == [2, 8]
+    every = measure(capture, workload, device="cpu", **sizes, between_seconds=60.0)
+    assert [measurement.microbatch_size for measurement in every.measurements] == [2, 4, 6, 8]
+    for name, cost in every.at(6).costs.items():
+        assert profile.at(6).costs[name].saved_bytes == pytest.approx(cost.saved_bytes, rel=0.1), name
+    assert "left out" not in caplog.text
+
+
 def test_a_batch_without_an_input_of_the_graph_is_an_error():
     _, capture, workload = stack_of()
     del workload.shapes["target"]

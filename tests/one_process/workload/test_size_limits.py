@@ -70,6 +70,15 @@ def test_a_model_that_is_trained_here_is_refused_only_if_it_exceeds_the_memory(l
     assert has_placeholders(build_within_memory(loaded(available=4 * KIB), whole=True))
 
 
+def test_a_model_that_is_known_to_be_large_is_not_built_completely_first(loaded):
+    workload = loaded(available=2**40)
+    assert has_placeholders(build_within_memory(workload)) and built(workload)
+    built(workload).clear()
+    assert has_placeholders(build_within_memory(workload)) and not built(workload)
+    workload = loaded(available=2**40)
+    assert has_placeholders(build_within_memory(workload, known_bytes=4 * KIB)) and not built(workload)
+
+
 @pytest.mark.parametrize("each", ["pass", "nn.init.normal_(self.layers[-1].weight)"])
 def test_a_large_model_has_random_parameters_that_share_memory(loaded, each):
     workload = loaded(each, available=2**40)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError
+from autopipe.runtime.batches.guard import built
 from autopipe.trace import capture
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.numbers import tensors_of
@@ -20,7 +21,7 @@ from support.models.guarded import _trained, in_child, microbatches, plainly
 
 def _numbers(path: Path) -> Any:
     workload = load_workload(LoadOptions(str(path)))
-    return () if "scheduler" in workload.hooks else changing_numbers(workload, workload.build_model(empty=True))
+    return changing_numbers(workload, built(workload))
 
 
 def _graph(path: Path, numbers: Any) -> Any:
@@ -30,7 +31,7 @@ def _graph(path: Path, numbers: Any) -> Any:
 def _values(path: Path, graph: Any, steps: int, parts: int) -> Any:
     """Return the numbers of each microbatch, and (minibatch, microbatch, text) of the first difference or None."""
     workload = load_workload(LoadOptions(str(path)))
-    tape = Tape(workload, workload.build_model(empty=True), graph.numbers)
+    tape = Tape(workload, built(workload), graph.numbers)
     values = {}
     for step, index, part in microbatches(workload, steps, parts):
         leaves = workload.leaves(part)

@@ -22,10 +22,17 @@ def loss(output, target):
     "a generator of its own": net("self.coin = random.Random(0)", "x = x * self.coin.random()"),
     "numpy's generator of its own": net("self.coin = np.random.default_rng(0)", "x = x * self.coin.random()"),
     "a number that becomes a tensor": net("self.k = 0", "self.k += 1\n        x = x * torch.tensor(0.1 * self.k)"),
+    "a number that the build draws": net(
+        "self.k, self.phase = 0, torch.rand(1).item()", "self.k += 1\n        x = x * (1 + 0.01 * self.k * self.phase)"
+    ),
+    "a number, and a scheduler of torch": net("self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k") + """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+""",
     "a number of every block": net(
         "self.k = 0", "self.k += 1\n        for block in self.h: x = block(x) * (0.9 + 0.001 * self.k)"
     ),
-}
+}  # fmt: skip
 REFUSED = {
     "another branch": net("self.k = 0", "self.k += 1\n        if self.k % 2: x = x * 0.5"),
     "another type": net("self.k = 0", "self.k += 1\n        x = x * (2 if self.k % 2 else 0.5)"),
@@ -52,6 +59,18 @@ class Lowering(torch.optim.SGD):
 def optimizer(named_parameters):
     return Lowering([parameter for _, parameter in named_parameters], lr=0.1)
 """,
+    "a number of a checkpoint": """
+from torch.utils.checkpoint import checkpoint
+""" + net("self.k = 0", "x = checkpoint(self.part, x, use_reentrant=False)") + """
+def part(self, x):
+    self.k += 1
+    return torch.tanh(self.h[0](x)) * (1 + 0.01 * self.k)
+
+Net.part = part
+""",
+    "a number of numpy's own type": net(
+        "self.k = 0", "self.k += 1\n        x = x * torch.tensor(np.float64(0.97) ** self.k)"
+    ),
     "a number in a file": net(
         "open('number', 'w').write('1')",
         "k = int(open('number').read()) + 1\n        open('number', 'w').write(str(k))\n        x = x * (1 + 0.01 * k)",
