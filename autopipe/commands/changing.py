@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,27 @@ from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, result_of
 from autopipe.workload import Workload
 
-logger = logging.getLogger(__name__)
-
 COMPILED = "compiled stages (--compile) would be compiled again for each of them"
 _MOST_SECONDS = 60.0
 
 
-def changing(workload: Workload) -> tuple[Input, ...]:
-    """Return the numbers that a model's Python changes, as inputs of its graph; () if something else changes, too."""
+def changing(workload: Workload) -> tuple[tuple[Input, ...], str]:
+    """Return the numbers that a model's Python changes, as inputs of its graph; else () and the reason."""
     in_ranks = any(hook in workload.hooks for hook in ("after_step", "split"))
     if in_ranks or workload.spec.team > 1:
-        return ()
+        return (), "after_step or split may change them, too" if in_ranks else "a team runs each stage"
     states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)
     return _changing(artifact.canonical(workload.spec), states)
 
 
 @functools.lru_cache(maxsize=8)
-def _changing(spec: str, _: Any) -> tuple[Input, ...]:
+def _changing(spec: str, _: Any) -> tuple[tuple[Input, ...], str]:
     try:
         worker = Worker(survey, json.loads(spec), doing="looking for numbers that change")
-        values = result_of(worker, ignore_event)
+        answer = result_of(worker, ignore_event)
     except AutopipeError as error:
-        logger.info("the numbers that change are not known: %s", error)
-        return ()
-    return tuple(decoding.decode(Input, value, "input") for value in values)
+        return (), error.what
+    return tuple(decoding.decode(Input, value, "input") for value in answer["numbers"]), answer["why"]
 
 
 def survey(task: Any, link: Link) -> Any:
@@ -56,7 +52,8 @@ def survey(task: Any, link: Link) -> Any:
     with isolated(_MOST_SECONDS):
         with exclusive(), torch.random.fork_rng(devices=()):
             model = built(workload)
-        return [artifact.encode(entry) for entry in changing_numbers(workload, model)]
+        numbers, why = changing_numbers(workload, model)
+    return {"numbers": [artifact.encode(entry) for entry in numbers], "why": why}
 
 
 def refuse_numbers(graph: Graph, what: str) -> None:

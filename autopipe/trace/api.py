@@ -51,7 +51,7 @@ def capture(
     training: bool = True,
     others: Sequence[Item] | None = None,
     state: bool = True,
-    changing: Callable[[], tuple[Input, ...]] = tuple,
+    changing: Callable[[], tuple[tuple[Input, ...], str]] = lambda: ((), ""),
     numbers: tuple[Input, ...] = (),
     device: torch.device = CPU,
 ) -> Capture:
@@ -63,9 +63,9 @@ def capture(
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
     supports it. ``state``: search for Python state that the forward changes and reads. ``changing``: called if that
     search refuses the model; returns the numbers that change, which become inputs of the graph, so that each microbatch
-    brings them. ``numbers``: those of an earlier capture. ``device``: computes real numbers; before and afterwards the
-    model is on the CPU. Memory: ``verify`` keeps moved weights and two gradients per parameter; if these do not fit
-    this host, the capture is not verified, with a note.
+    brings them, or () and the reason. ``numbers``: those of an earlier capture. ``device``: computes real numbers;
+    before and afterwards the model is on the CPU. Memory: ``verify`` keeps moved weights and two gradients per
+    parameter; if these do not fit this host, the capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
     the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
@@ -84,13 +84,17 @@ def capture(
             try:
                 captured = record(workload, training=True)
             except TraceError as error:
-                if not error.of_state or not place.is_cpu or not (numbers := changing()):
+                if not error.of_state or not place.is_cpu:
                     raise
+                numbers, why = changing()
                 try:
-                    captured = _with_numbers(workload, numbers, record)
-                except TraceError as why:
-                    error.remedy = f"{error.remedy}; its numbers cannot travel with the microbatches: {why.what}"
-                    raise error from why
+                    if numbers:
+                        captured = _with_numbers(workload, numbers, record)
+                except TraceError as refusal:
+                    numbers, why = (), refusal.what
+                if not numbers:
+                    error.remedy += f"; its numbers cannot travel with the microbatches: {why}" if why else ""
+                    raise
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     opaque = workload.spec.opaque_modules
     with left_as_it_was(model):

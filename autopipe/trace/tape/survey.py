@@ -5,7 +5,6 @@ The first minibatches run on fake tensors, in the order of plain training, in a 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
 from autopipe.workload.hooks.optimizers import is_of_torch
 
-logger = logging.getLogger(__name__)
-
 _MOST_RUNS = 240
 """Microbatches that are run."""
 _MOST_SECONDS = 20.0
@@ -29,10 +26,10 @@ _MOST_NUMBERS = 64
 _LARGEST = 1 << 62
 
 
-def changing_numbers(workload: Workload, model: nn.Module) -> tuple[Input, ...]:
-    """Return the inputs for the numbers that change. They are () if anything else changes, too, or nothing does."""
-    if _has_own_steps(workload, model):
-        return ()
+def changing_numbers(workload: Workload, model: nn.Module) -> tuple[tuple[Input, ...], str]:
+    """Return the inputs for the numbers that change, and "". If anything else changes, too: () and the reason."""
+    if why := _own_steps(workload, model):
+        return (), why
     tape = Tape(workload, model)
     first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the numbers of its first run
     recorded: dict[Any, int] = {}  # form -> how many inputs there were when a run did something new
@@ -42,34 +39,33 @@ def changing_numbers(workload: Workload, model: nn.Module) -> tuple[Input, ...]:
         try:
             difference = tape.run(part, None, {})
         except TraceError as error:
-            logger.info("the numbers that change are not searched for: %s", error.what)
-            return ()
+            return (), error.what
         if difference is not None:
-            logger.info("more than numbers changes: %s", difference.now)
-            return ()
+            return (), f"more than numbers changes: {difference.now}"
         form = tuple((name, leaf.dtype, leaf.shape) for name, leaf in workload.leaves(part).items())
         before = first.setdefault(form, tape.seen)
         new = _changed(before, tape.seen, tape.numbers)
         if tape.recorded and not new and recorded.get(form) == len(tape.numbers):
-            logger.info("other calls are made for some microbatches")
-            return ()
+            return (), "it makes other calls for some microbatches"
         if tape.recorded:
             recorded[form] = len(tape.numbers)
         tape.numbers += new
         if len(tape.numbers) > _MOST_NUMBERS or time.monotonic() > deadline:
             break
-    return tape.numbers if len(tape.numbers) <= _MOST_NUMBERS else ()
+    if len(tape.numbers) > _MOST_NUMBERS:
+        return (), f"more than {_MOST_NUMBERS} numbers change"
+    return tape.numbers, "" if tape.numbers else "no number in the arguments of a call changes"
 
 
-def _has_own_steps(workload: Workload, model: nn.Module) -> bool:
-    """Return whether a step runs code that is not torch's, or may: it could change what a forward reads."""
+def _own_steps(workload: Workload, model: nn.Module) -> str:
+    """Return why a step may run code that is not torch's, and could change what a forward reads; "" if it does not."""
     try:
         optimizer = workload.optimizer([*model.named_parameters()])
         scheduler = None if optimizer is None else workload.scheduler(optimizer)
     except Exception as error:
-        logger.info("the optimizer or the scheduler is not known: %s", error)
-        return True
-    return optimizer is not None and not is_of_torch(optimizer, scheduler)
+        return f"the optimizer or the scheduler fails without the weights ({type(error).__name__})"
+    own = optimizer is not None and not is_of_torch(optimizer, scheduler)
+    return "the optimizer or the scheduler is not one of torch's, or calls functions of yours" if own else ""
 
 
 def _microbatches(workload: Workload) -> Iterator[Item]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import TraceError
+from autopipe.errors import AutopipeError, TraceError
 from autopipe.ir.graph import Graph, Input, Node
+from autopipe.trace.explain import depends_on_data
 from autopipe.trace.graph.describe import GUARD, describe
 from autopipe.trace.lines.of_nodes import where_text
 from autopipe.trace.numbers import Call, Numbers, tensors_of
@@ -128,7 +129,7 @@ class Tape:
         except TraceError as error:
             if not self.num_runs:
                 raise
-            difference = Difference(run.recorded(), error.what, error.where, error.remedy or KEEP)
+            difference = _failed(error, run.recorded())
         finally:
             run.close()
             self._memoized.forget()
@@ -294,6 +295,15 @@ class _Outside:
 def _states() -> tuple[Any, ...]:
     numpys: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), (numpys[1].tobytes(), numpys[2:]), random.getstate()
+
+
+def _failed(error: TraceError, recorded: str) -> Difference:
+    """Return the difference that a run has which ends with an error. ``recorded``: the call in whose place it ends."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, AutopipeError) or depends_on_data(cause):
+        return Difference(recorded, error.what, error.where, error.remedy or KEEP)
+    text = f"{type(cause).__name__}: {cause}".strip(": ")
+    return Difference("", f"it raises {text}", error.where, "if plain training does not raise it here, " + KEEP)
 
 
 def _of_graphs(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:

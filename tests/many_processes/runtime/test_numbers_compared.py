@@ -110,3 +110,15 @@ def test_a_run_resumes_with_the_same_number_of_microbatches_only(commands: Comma
     commands.run(*words, "--resume")
     whole, resumed = (losses(commands.folder / run) for run in ("whole", "run"))
     assert whole == resumed and len(whole) == 14
+
+
+def test_the_data_may_come_from_the_workers_of_a_data_loader(commands: Commands) -> None:
+    loader = """
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(5)
+    rows = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=g), torch.arange(48) % 5)
+    return torch.utils.data.DataLoader(rows, batch_size=batch_size, num_workers=1)
+"""
+    (commands.folder / "model.py").write_text(MODEL[: MODEL.index("def data")] + loader)
+    _, err = commands.run(*training(steps=5), "--replicas", "never")
+    assert "travel with each microbatch" in err and EQUAL in err

@@ -21,11 +21,11 @@ from support.models.guarded import _trained, in_child, microbatches, plainly
 
 def _numbers(path: Path) -> Any:
     workload = load_workload(LoadOptions(str(path)))
-    return changing_numbers(workload, built(workload))
+    return changing_numbers(workload, built(workload))[0]
 
 
 def _graph(path: Path, numbers: Any) -> Any:
-    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: numbers).graph
+    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: (numbers, "")).graph
 
 
 def _values(path: Path, graph: Any, steps: int, parts: int) -> Any:
@@ -49,7 +49,7 @@ def _values(path: Path, graph: Any, steps: int, parts: int) -> Any:
 def _by_graph(path: Path, numbers: Any, values: Any, steps: int, parts: int) -> Any:
     workload = load_workload(LoadOptions(str(path)))
     model = workload.build_model()
-    module = capture(workload, batch_size=6, model=model, changing=lambda: numbers).module
+    module = capture(workload, batch_size=6, model=model, changing=lambda: (numbers, "")).module
 
     def forward(part: Any, step: int, index: int) -> torch.Tensor:
         leaves = {name: leaf.clone() for name, leaf in workload.leaves(part).items()}

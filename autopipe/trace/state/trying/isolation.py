@@ -97,15 +97,15 @@ class _Muted:
     """A stream that discards what this thread writes until ``end``, and passes on what other threads write."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
+        self._stream, self._thread = stream, _own_thread()
 
     def end(self) -> None:
         """Pass on everything from now on."""
-        self._thread = 0
+        self._thread = (0, 0)
 
     def write(self, text: str) -> int:
         """Write a text, unless this thread does."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        return len(text) if _own_thread() == self._thread else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -114,18 +114,23 @@ class _Muted:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
     """Replace a function of a module or class for this thread, until the block ends."""
-    before, thread = getattr(owner, name), threading.get_ident()
+    before, thread = getattr(owner, name), _own_thread()
 
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (value if threading.get_ident() == thread else before)(*args, **kwargs)
+        return (value if _own_thread() == thread else before)(*args, **kwargs)
 
     setattr(owner, name, call)
     try:
         yield
     finally:
-        thread = 0
+        thread = (0, 0)
         setattr(owner, name, before)
+
+
+def _own_thread() -> tuple[int, int]:
+    """Return what identifies this thread, also in a process that it forks, such as a worker of a ``DataLoader``."""
+    return os.getpid(), threading.get_ident()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
