@@ -69,9 +69,14 @@ def test_a_later_step_is_tried_without_its_files_and_output(
     assert "SHOWN" in output
 
 
-def test_the_command_refuses_before_training(run: Any, folder: Path) -> None:
+def test_a_number_of_a_package_travels_or_is_refused_by_name(run: Any, folder: Path) -> None:
     path = written("base class of a temporary object", folder)
-    done = run("check", path.name, "--gpus", "2", "--device", "cpu")
+    words = ("check", path.name, "--gpus", "2", "--device", "cpu")
+    done = run(*words)
+    assert done.exit_code == 0 and "travel with each microbatch" in done.stderr
+    path.write_text(path.read_text() + "\ndef after_step(named_parameters, step):\n    pass\n")
+    done = run(*words)
     assert done.exit_code == 1
     assert "changes Base.STATE['n'], and the loss depends on it: the model is not one fixed graph" in done.stderr
     assert 'util.py:5: self.STATE["n"] += 1' in done.stderr
+    assert "after_step or split may change them" in " ".join(done.stderr.split())
