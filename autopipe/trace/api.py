@@ -38,6 +38,7 @@ from autopipe.workload.model.factory import trains
 from autopipe.workload.model.size_limits import lack_of_memory_to_verify
 
 logger = logging.getLogger(__name__)
+_Record = Callable[..., Capture]
 
 
 def capture(
@@ -78,23 +79,12 @@ def capture(
         return _capture(of, model, *arguments, training=training)
 
     if training:
-        if numbers:
-            captured = _with_numbers(workload, numbers, record)
-        else:
-            try:
-                captured = record(workload, training=True)
-            except TraceError as error:
-                if not error.of_state or not place.is_cpu:
-                    raise
-                numbers, why = changing()
-                try:
-                    if numbers:
-                        captured = _with_numbers(workload, numbers, record)
-                except TraceError as refusal:
-                    numbers, why = (), refusal.what
-                if not numbers:
-                    error.remedy += f"; its numbers cannot travel with the microbatches: {why}" if why else ""
-                    raise
+        try:
+            captured = _with_numbers(workload, numbers, record) if numbers else record(workload, training=True)
+        except TraceError as error:
+            if numbers or not error.of_state or not place.is_cpu:
+                raise
+            captured = _with_changing(workload, changing, record, error)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     opaque = workload.spec.opaque_modules
     with left_as_it_was(model):
@@ -202,7 +192,21 @@ def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str
     return (f"the captured model is not compared with the original: {lack}",) if lack else ()
 
 
-def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: Callable[..., Capture]) -> Capture:
+def _with_changing(
+    workload: Workload, changing: Callable[[], tuple[tuple[Input, ...], str]], record: _Record, error: TraceError
+) -> Capture:
+    """Capture a model that changes state with the numbers that change as inputs. Raises: ``error``, with why not."""
+    numbers, why = changing()
+    try:
+        if numbers:
+            return _with_numbers(workload, numbers, record)
+    except TraceError as refusal:
+        why = refusal.what
+    error.remedy += f"; its numbers cannot travel with the microbatches: {why}" if why else ""
+    raise error
+
+
+def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
     captured = record(WithNumbers(workload, numbers), training=True)
     read = {name for node in captured.graph.nodes for name in node.inputs}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from autopipe.errors import ArtifactError
 from autopipe.ir.artifact import write_text
@@ -33,7 +35,7 @@ def store(item: Any, divisors: Divisors | None, folder: Path) -> None:
 
     Raises: UnstorableBatchError naming the first type that cannot be stored; OSError.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     tree = encoded(item, tensors)
     try:
         snapshot = Snapshot.of(tensors)
@@ -57,32 +59,51 @@ def load(folder: Path) -> tuple[Any, Divisors | None]:
         raise ArtifactError(f"the minibatch of an audit cannot be read: {error}", where=str(folder)) from error
 
 
-def encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a value as JSON values, and add its tensors to ``tensors``: without gaps, on the host.
 
     Raises: UnstorableBatchError naming the first type that cannot be stored.
     """
+
+    def stored(tensor: Tensor) -> dict[str, Any] | None:
+        if tensor.layout is not torch.strided:
+            return None
+        name, order = str(len(tensors)), memory_order(tensor)
+        tensors[name] = packed(tensor.detach().cpu(), order)
+        return {"tensor": name, "shape": list(tensor.shape), "order": order}
+
+    return tree_of(value, stored)
+
+
+def decoded(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the value of which ``encoded`` gave JSON values and tensors."""
+    return value_of(tree, lambda entry: unpacked(tensors[entry["tensor"]].clone(), entry["shape"], entry["order"]))
+
+
+def tree_of(value: Any, of_tensor: Callable[[Tensor], dict[str, Any] | None]) -> Any:
+    """Return a value as JSON values. ``of_tensor``: those of a tensor, with the key "tensor"; None: it has none.
+
+    Raises: UnstorableBatchError naming the first type that has none.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return {"value": value}
-    if kind is torch.Tensor and value.layout is torch.strided:
-        name, order = str(len(tensors)), memory_order(value)
-        tensors[name] = packed(value.detach().cpu(), order)
-        return {"tensor": name, "shape": list(value.shape), "order": order}
+    if kind is Tensor and (entry := of_tensor(value)) is not None:
+        return entry
     if kind in (list, tuple):
-        return {kind.__name__: [encoded(entry, tensors) for entry in value]}
+        return {kind.__name__: [tree_of(entry, of_tensor) for entry in value]}
     if kind is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, encoded(entry, tensors)] for key, entry in value.items()]}
+        return {"dict": [[key, tree_of(entry, of_tensor)] for key, entry in value.items()]}
     raise UnstorableBatchError(f"it contains a {kind.__module__}.{kind.__qualname__}")
 
 
-def decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the value of which ``encoded`` gave JSON values and tensors."""
+def value_of(tree: Any, tensor_of: Callable[[Any], Tensor]) -> Any:
+    """Return the value of which ``tree_of`` gave JSON values. ``tensor_of``: the tensor of which they are."""
     if "tensor" in tree:
-        return unpacked(tensors[tree["tensor"]].clone(), tree["shape"], tree["order"])
+        return tensor_of(tree)
     if "value" in tree:
         return tree["value"]
     if "dict" in tree:
-        return {key: decoded(entry, tensors) for key, entry in tree["dict"]}
-    sequence = [decoded(entry, tensors) for entry in tree.get("list", tree.get("tuple"))]
+        return {key: value_of(entry, tensor_of) for key, entry in tree["dict"]}
+    sequence = [value_of(entry, tensor_of) for entry in tree.get("list", tree.get("tuple"))]
     return tuple(sequence) if "tuple" in tree else sequence

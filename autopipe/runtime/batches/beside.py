@@ -25,9 +25,10 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import InternalError, RunError
 from autopipe.ir.graph import Graph
+from autopipe.runtime.audit.batch import UnstorableBatchError
 from autopipe.runtime.batches.graph_variants import GraphVariants
 from autopipe.runtime.batches.guard import Guard
-from autopipe.runtime.batches.shared import UnsharedError, share, shared
+from autopipe.runtime.batches.shared import share, shared
 from autopipe.runtime.batches.source import Place, Source, Taken
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -329,7 +330,7 @@ class _Reading:
     def _send(self, minibatch: Taken) -> None:
         try:
             tree, tensors, memory = share(minibatch.item)
-        except UnsharedError as error:
+        except UnstorableBatchError as error:
             self.link.send("minibatch", why=str(error))
             return
         names = [name for name in self._recordings() if name not in self._names]

@@ -12,23 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.runtime.audit.batch import UnstorableBatchError, tree_of, value_of
 from autopipe.strides import copied, extent
 
-_PLAIN = (bool, int, float, str, type(None))
 _ALIGNED = 64  # bytes, as torch allocates
-
-
-class UnsharedError(ValueError):
-    """A minibatch contains an object that cannot be sent; the message names its type."""
 
 
 def share(item: Any) -> tuple[Any, list[Any], int]:
     """Return a minibatch as JSON values, the descriptions of its tensors, and a file descriptor with their bytes.
 
-    Raises: UnsharedError naming the first type that cannot be sent.
+    Raises: UnstorableBatchError naming the first type that cannot be sent.
     """
     sent: dict[int, tuple[int, Tensor]] = {}  # id of a tensor -> its number, and what is sent of it
-    tree = _tree(item, sent)
+
+    def number(tensor: Tensor) -> dict[str, Any]:
+        if id(tensor) not in sent:
+            sent[id(tensor)] = len(sent), _sendable(tensor)
+        return {"tensor": sent[id(tensor)][0]}
+
+    tree = tree_of(item, number)
     described, size = [], 0
     for _, tensor in sent.values():
         span = extent(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
@@ -66,7 +68,7 @@ def shared(tree: Any, described: list[Any], memory: int) -> Any:
     for entry in described:
         flat = _flat(content, entry, getattr(torch, entry["dtype"]))
         tensors.append(flat.as_strided(entry["shape"], entry["strides"]).requires_grad_(entry["requires_grad"]))
-    return _item(tree, tensors)
+    return value_of(tree, lambda entry: tensors[entry["tensor"]])
 
 
 def _flat(content: mmap.mmap, entry: dict[str, Any], dtype: torch.dtype) -> Tensor:
@@ -77,39 +79,13 @@ def _flat(content: mmap.mmap, entry: dict[str, Any], dtype: torch.dtype) -> Tens
     return torch.frombuffer(content, dtype=torch.uint8, offset=entry["start"], count=entry["bytes"]).view(dtype)[:count]
 
 
-def _tree(value: Any, sent: dict[int, tuple[int, Tensor]]) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return {"value": value}
-    if kind is Tensor:
-        if id(value) not in sent:
-            sent[id(value)] = len(sent), _sendable(value)
-        return {"tensor": sent[id(value)][0]}
-    if kind in (list, tuple):
-        return {kind.__name__: [_tree(entry, sent) for entry in value]}
-    if kind is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _tree(entry, sent)] for key, entry in value.items()]}
-    raise UnsharedError(f"it contains a {kind.__module__}.{kind.__qualname__}")
-
-
 def _sendable(tensor: Tensor) -> Tensor:
     plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not plain:
-        raise UnsharedError(f"it contains a {tensor.dtype} tensor of layout {tensor.layout} on {tensor.device}")
+        raise UnstorableBatchError(f"it contains a {tensor.dtype} tensor of layout {tensor.layout} on {tensor.device}")
     if extent(tensor.shape, tensor.stride()) > 2 * tensor.numel():  # a slice of a large table
         return copied(tensor.detach()).requires_grad_(tensor.requires_grad)
     return tensor
 
 
-def _item(tree: Any, tensors: list[Tensor]) -> Any:
-    if "tensor" in tree:
-        return tensors[tree["tensor"]]
-    if "value" in tree:
-        return tree["value"]
-    if "dict" in tree:
-        return {key: _item(entry, tensors) for key, entry in tree["dict"]}
-    sequence = [_item(entry, tensors) for entry in tree.get("list", tree.get("tuple"))]
-    return tuple(sequence) if "tuple" in tree else sequence
-
-
-__all__ = ["UnsharedError", "share", "shared"]
+__all__ = ["share", "shared"]

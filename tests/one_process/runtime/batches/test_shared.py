@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.runtime.batches.shared import UnsharedError, share, shared
+from autopipe.runtime.audit.batch import UnstorableBatchError
+from autopipe.runtime.batches.shared import share, shared
 
 TABLE = torch.arange(4000.0).view(40, 100)
 
@@ -51,5 +52,5 @@ def test_a_column_of_a_table_does_not_bring_the_table() -> None:
 
 @pytest.mark.parametrize("value", [collections.OrderedDict(a=1), torch.eye(2).to_sparse(), b"x", 1j])
 def test_another_type_is_named(value: Any) -> None:
-    with pytest.raises(UnsharedError, match="it contains a"):
+    with pytest.raises(UnstorableBatchError, match="it contains a"):
         share({"x": value})
