@@ -25,7 +25,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     """Write separate stage code for evaluation if it is needed. Return the reason if it cannot be made, else ""."""
     note, folder = model.capture.evaluation_note, work.store.stages / EVALUATION
     shutil.rmtree(folder, ignore_errors=True)
-    if not note or model.capture.graph.numbers:
+    if not note or model.capture.graph.varies:
         return note
     try:
         captured = capture(

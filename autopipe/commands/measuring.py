@@ -102,8 +102,8 @@ def measure_anew(
 
 
 def _with_numbers(model: Model) -> Any:
-    numbers = model.capture.graph.numbers
-    return WithNumbers(model.workload, numbers) if numbers else model.workload
+    graph = model.capture.graph
+    return WithNumbers(model.workload, graph.numbers) if graph.varies else model.workload
 
 
 def _measured_here(

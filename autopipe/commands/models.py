@@ -100,7 +100,7 @@ def load_model(
             lengths=stored is None or len(stored.graph.symbols) > 1,
             state=state,
             changing=lambda: changing(workload),
-            numbers=stored.graph.numbers if stored is not None and not state else (),
+            numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
             device=torch.device(proven_on),
         )
 

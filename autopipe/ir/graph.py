@@ -158,6 +158,8 @@ class Graph:
     # code path for the same numbers, as transformers does for a mask of ones.
     exact: bool = True
     batch: BatchForm = field(default_factory=BatchForm)
+    # the model's Python may make other calls, or other numbers, for each microbatch: it runs beside the stages
+    varies: bool = field(default=False, metadata=OMIT_DEFAULT)
     divisor: str = ""  # what the loss divides by, as text, if not the number of samples; see stages/divisor.py
     # parameter that the after_step hook changes -> the other parameters that its new value depends on
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -344,6 +346,16 @@ class Graph:
     def numbers(self) -> tuple[Input, ...]:
         """The inputs that are Python numbers of the user's code, which change from step to step."""
         return tuple(entry for entry in self.inputs if entry.number is not None)
+
+    @functools.cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that require a gradient."""
+        return frozenset(name for name, spec in self.parameters.items() if spec.requires_grad)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a forward may draw random numbers."""
+        return self.varies or any(node.num_random for node in self.nodes)
 
     @property
     def parameter_bytes(self) -> int:

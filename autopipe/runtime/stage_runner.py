@@ -67,6 +67,8 @@ class StageVariant:
     replayed: frozenset[str] = frozenset()
     # as in ``Graph``: the parameters of which one cast may serve all microbatches
     cast_once: frozenset[str] = frozenset()
+    # parameters of this and other stages that are trained, but not by a microbatch of this recording
+    untrained: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -194,10 +196,25 @@ class StageRunner:
         if microbatch.variant.cast_once:
             with self._casts_in_place(microbatch.variant):
                 outputs = self.stage.run(code, *microbatch.inputs, *arguments)
+        elif microbatch.variant.untrained:
+            with self._untrained(microbatch.variant):
+                outputs = self.stage.run(code, *microbatch.inputs, *arguments)
         else:
             outputs = self.stage.run(code, *microbatch.inputs, *arguments)
         # what the model returns is named as in the recording of the plan
         return dict(zip((*code.SENDS, *self.stage.RETURNS), outputs, strict=True))
+
+    @contextlib.contextmanager
+    def _untrained(self, variant: StageVariant) -> Iterator[None]:
+        in_use = self.versions.in_use
+        parameters = [in_use[name] for name in variant.untrained if name in in_use]
+        for parameter in parameters:
+            parameter.requires_grad = False
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_()
 
     def _casts_in_place(self, variant: StageVariant) -> contextlib.AbstractContextManager[None]:
         if self.stage._autopipe_run is not None:

@@ -19,13 +19,12 @@ from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.after_step import effects_of
 from autopipe.trace.graph.replay import CPU
-from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.numbers import CHANGING, WithNumbers, note_of
 from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.placed import Place
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
-from autopipe.trace.result import Capture
+from autopipe.trace.result import Capture, with_divisor
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
@@ -52,8 +51,8 @@ def capture(
     training: bool = True,
     others: Sequence[Item] | None = None,
     state: bool = True,
-    changing: Callable[[], tuple[tuple[Input, ...], str]] = lambda: ((), ""),
-    numbers: tuple[Input, ...] = (),
+    changing: Callable[[], tuple[tuple[Input, ...] | None, str]] = lambda: (None, ""),
+    numbers: tuple[Input, ...] | None = None,
     device: torch.device = CPU,
 ) -> Capture:
     """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
@@ -64,15 +63,16 @@ def capture(
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
     supports it. ``state``: search for Python state that the forward changes and reads. ``changing``: called if that
     search refuses the model; returns the numbers that change, which become inputs of the graph, so that each microbatch
-    brings them, or () and the reason. ``numbers``: those of an earlier capture. ``device``: computes real numbers;
-    before and afterwards the model is on the CPU. Memory: ``verify`` keeps moved weights and two gradients per
-    parameter; if these do not fit this host, the capture is not verified, with a note.
+    brings them, or None and the reason. The graph then ``varies``: it is that of the first microbatch. ``numbers``:
+    those of an earlier capture that varies. ``device``: computes real numbers; before and afterwards the model is on
+    the CPU. Memory: ``verify`` keeps moved weights and two gradients per parameter; if these do not fit this host, the
+    capture is not verified, with a note.
 
     Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
     the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
     """
     model = workload.build_model() if model is None else model
-    place = (Place() if numbers else Place(device)).or_cpu(model)
+    place = (Place(device) if numbers is None else Place()).or_cpu(model)
 
     def record(of: Workload, *, training: bool) -> Capture:
         arguments = batch_size, allow_data_dependent, verify, lengths, others, state, place
@@ -80,9 +80,9 @@ def capture(
 
     if training:
         try:
-            captured = _with_numbers(workload, numbers, record) if numbers else record(workload, training=True)
+            captured = record(workload, training=True) if numbers is None else _with_numbers(workload, numbers, record)
         except TraceError as error:
-            if numbers or not error.of_state or not place.is_cpu:
+            if numbers is not None or not error.of_state or not place.is_cpu:
                 raise
             captured = _with_changing(workload, changing, record, error)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
@@ -139,7 +139,7 @@ def _capture(
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
         capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
-        return _with_divisor(workload, capture, *items)
+        return with_divisor(capture, *map(workload.leaves, items))
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
     notes = _why_not_verified(model, place, verify)
@@ -193,34 +193,33 @@ def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str
 
 
 def _with_changing(
-    workload: Workload, changing: Callable[[], tuple[tuple[Input, ...], str]], record: _Record, error: TraceError
+    workload: Workload, changing: Callable[[], tuple[tuple[Input, ...] | None, str]], record: _Record, error: TraceError
 ) -> Capture:
-    """Capture a model that changes state with the numbers that change as inputs. Raises: ``error``, with why not."""
+    """Capture a model that changes state as it is for the first microbatch. Raises: ``error``, with why not."""
     numbers, why = changing()
     try:
-        if numbers:
+        if numbers is not None:
             return _with_numbers(workload, numbers, record)
     except TraceError as refusal:
         why = refusal.what
-    error.remedy += f"; its numbers cannot travel with the microbatches: {why}" if why else ""
+    error.remedy += f"; running its Python for each microbatch is not possible: {why}" if why else ""
     raise error
 
 
 def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
     captured = record(WithNumbers(workload, numbers), training=True)
-    read = {name for node in captured.graph.nodes for name in node.inputs}
     names = {entry.name for entry in numbers}
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
     divides = any(node.name in names and node.users for node in divisor)
-    why = "a number is not read" if not names <= read else "the divisor of the loss changes" if divides else ""
+    why = "the divisor of the loss changes" if divides else ""
     if any(node.checkpoint for node in captured.graph.nodes):  # which runs once on fakes
         why = why or "torch.utils.checkpoint runs Python twice"
     why = why or why_unknown(captured.graph) or ("" if captured.graph.batch.is_plain else "the batch is not plain")
     if why:
         raise TraceError(f"{CHANGING}: {why}", where=workload.name)
-    notes = (*captured.notes, note_of(captured.graph))
-    return dataclasses.replace(captured, notes=notes, evaluation={}, evaluation_note=CHANGING)
+    graph, notes = dataclasses.replace(captured.graph, varies=True), (*captured.notes, note_of(captured.graph))
+    return dataclasses.replace(captured, graph=graph, notes=notes, evaluation={}, evaluation_note=CHANGING)
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -267,20 +266,6 @@ def _with_after_step(workload: Workload, model: nn.Module, captured: Capture) ->
     effects = effects_of(workload, model)
     graph = dataclasses.replace(captured.graph, after_step=effects.reads)
     return dataclasses.replace(captured, graph=graph, notes=(*captured.notes, *effects.notes))
-
-
-def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:
-    """Add the divisor of the loss. A divisor that cannot be computed on real batches is omitted."""
-    divisor = find_divisor(captured.graph, captured.module)
-    try:
-        for item in items:
-            if divisor is not None:
-                divisor.values(workload.leaves(item))
-    except Exception as error:
-        logger.info("the divisor of the loss cannot be computed: %s", error)
-        return captured
-    text = "" if divisor is None else divisor.text
-    return dataclasses.replace(captured, divisor=divisor, graph=dataclasses.replace(captured.graph, divisor=text))
 
 
 @contextlib.contextmanager

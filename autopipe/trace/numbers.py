@@ -25,7 +25,7 @@ from autopipe.workload import Item, Workload
 Call = tuple[str, str, int]
 """Function, file:line, and which call of the function it is on that line."""
 
-CHANGING = "numbers of its Python change from step to step"
+CHANGING = "its Python changes what it does from step to step"
 _SHOWN = 3
 DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
@@ -64,16 +64,17 @@ def tensors_of(inputs: Iterable[Input], values: Mapping[str, Any] | None = None)
 
 
 def note_of(graph: Graph) -> str:
-    """Return which numbers travel with each microbatch, and where they are."""
+    """Return the note for a model that varies: which numbers travel with each microbatch, and where they are."""
     places = []
     for entry in graph.numbers:
         if (number := entry.number) is not None:
             path, _, line = number.place.rpartition(":")
             places.append(f"{number.hint} in {number.function} at {short_path(path)}:{line}")
     more = f", and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    travel = f"; these numbers travel with it: {', '.join(places[:_SHOWN])}{more}" if places else ""
     return (
-        "numbers that the model's Python changes from step to step travel with each microbatch, from a process beside "
-        f"rank 0 (--data-reader beside): {', '.join(places[:_SHOWN])}{more}"
+        "the model's Python changes what forward and loss do from step to step: it runs for each microbatch in a "
+        f"process beside rank 0 (--data-reader beside){travel}"
     )
 
 
@@ -141,7 +142,12 @@ class _FirstValues(TorchFunctionMode):
 
 
 class WithNumbers:
-    """A workload whose changing numbers are inputs: with them, model and loss are functions of the batch."""
+    """A workload whose changing numbers are inputs: with them, model and loss are functions of the batch.
+
+    Its Python may make other calls, too, for some batches.
+    """
+
+    varies = True
 
     def __init__(self, workload: Workload, inputs: tuple[Input, ...]) -> None:
         self._workload, self.numbers = workload, inputs

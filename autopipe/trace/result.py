@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -13,8 +14,10 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.microbatch_loss import Coupling
 from autopipe.ir.teams.axes import Shard
 from autopipe.trace.lines.of_nodes import short_where_text
-from autopipe.trace.loss.divisor import Divisor
+from autopipe.trace.loss.divisor import Divisor, find_divisor
 from autopipe.trace.sizes.align import GraphsDiffer, merged
+
+logger = logging.getLogger(__name__)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -42,6 +45,20 @@ class Capture:
     def partial(self) -> tuple[str, ...]:
         """The parameters that every member has, and whose gradients are summed over them."""
         return self.graph.partial
+
+
+def with_divisor(capture: Capture, *batches: Mapping[str, Tensor]) -> Capture:
+    """Add the divisor of the loss. One that cannot be computed on batches, tensors by input, is omitted."""
+    divisor = find_divisor(capture.graph, capture.module)
+    try:
+        for leaves in batches:
+            if divisor is not None:
+                divisor.values(leaves)
+    except Exception as error:
+        logger.info("the divisor of the loss cannot be computed: %s", error)
+        return capture
+    text = "" if divisor is None else divisor.text
+    return dataclasses.replace(capture, divisor=divisor, graph=dataclasses.replace(capture.graph, divisor=text))
 
 
 def with_own_constants(capture: Capture, suffix: str) -> Capture:

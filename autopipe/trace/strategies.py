@@ -110,7 +110,8 @@ class CaptureStrategies:
 
         Returns: node of the evaluation recording -> node of ``training``; a note if the two differ.
         """
-        if not training.reads_training or not trains(self.model):
+        varies = getattr(self.workload, "varies", False)  # it is not evaluated
+        if varies or not training.reads_training or not trains(self.model):
             return {}, ""
         with left_as_it_was(self.model):
             self.model.eval()

@@ -202,8 +202,8 @@ def _reported(context: RunContext, plain: Trained) -> set[str]:
 
 def _left_out(context: RunContext, job: Job) -> tuple[str, ...]:
     left_out = []
-    if context.graph.numbers:
-        left_out.append("no smaller minibatch and no full batch compared: the model's Python would give other numbers")
+    if context.graph.varies:
+        left_out.append("no smaller minibatch and no full batch compared: the model's Python would do something else")
     averaged = set() if job.deferred_batch_norm else _averaged_in_flight(context)
     if averaged:
         left_out.append(

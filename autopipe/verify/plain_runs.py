@@ -1,7 +1,7 @@
 """``PlainRuns``: the plain trainings of a comparison.
 
-If the user's Python changes numbers from step to step, it can run only once in a process, over the data as it reads it.
-Then each training is made ``Apart``.
+If the user's Python changes what it does from step to step, it can run only once in a process, over the data as it
+reads it. Then each training is made ``Apart``.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class PlainRuns:
     settings: PlainSettings
     # step with these gradients in place of its own, so that every step begins at the weights that they led to
     forced: Gradients | None = None
-    # where the user's Python runs, if it changes numbers
+    # where the user's Python runs, if it varies
     apart: Apart | None = None
 
     def train(self, subject: Subject | None = None, **changes: Any) -> Trained:
         """Train once, with these changes to the settings. ``subject``: None for the user's model."""
         if self.apart is not None and subject is None:
-            assert self.forced is None, "a graph with numbers is compared only where no step needs other gradients"
+            assert self.forced is None, "a graph that varies is compared only where no step needs other gradients"
             return self.apart.train(replace(self.settings, **changes))
         trained = Trained()
 

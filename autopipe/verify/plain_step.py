@@ -138,7 +138,7 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     settings = PlainSettings(
         plan.num_microbatches,
         plan.workload.seed,
-        any(node.num_random for node in graph.nodes),
+        graph.draws,
         job.clip_grad_norm,
         staleness(context),
         deferred_batch_norm=job.deferred_batch_norm,

@@ -1,8 +1,8 @@
-"""The processes of a comparison for a model whose Python changes numbers from step to step.
+"""The processes of a comparison for a model whose Python changes what it does from step to step.
 
 ::
 
-    read_beside      the data, and the user's Python on fakes --> numbers --> stages    as when ranks train
+    read_beside      the data, and the user's Python on fakes --> calls, numbers --> stages    as when ranks train
     train_plainly    the data, and the user's Python                                    one process for each training
 
 Each imports the model file itself, and runs its Python once for each microbatch, in the order of plain training.

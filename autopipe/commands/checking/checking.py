@@ -16,7 +16,7 @@ import torch
 
 from autopipe import __version__
 from autopipe.commands.artifact_steps import batch_size_of, prepare
-from autopipe.commands.changing import COMPILED, refuse_numbers
+from autopipe.commands.changing import COMPILED, refuse_varying
 from autopipe.commands.checking.apart import Processes
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
 from autopipe.commands.checking.causes import hidden_cause, unequal
@@ -83,9 +83,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, first_minibatches(prepared).forms, work, again, progress=progress)
         if settings.full_batch:
-            refuse_numbers(prepared.graph, "a full batch (--full-batch) would have others than its microbatches")
+            refuse_varying(prepared.graph, "a full batch (--full-batch) would do something else than its microbatches")
         if settings.compile:
-            refuse_numbers(prepared.graph, COMPILED)
+            refuse_varying(prepared.graph, COMPILED)
             refuse_uncompilable(prepared.plan)
         refuse_changed_data(prepared)
         hidden = hidden_cause(prepared)
@@ -128,7 +128,7 @@ def compare_for_command(task: Any, link: Link) -> dict[str, Any]:
 
 def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     """Compare in this process, on the device on which it fits."""
-    if lack := _lack_of_numbers(prepared, wanted):
+    if lack := _lack_of_python(prepared, wanted):
         return Compared(None, f"not checked: {lack}")
     place = place_of(prepared, need_of(prepared, wanted.steps))
     if not place.device:
@@ -146,11 +146,11 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     return compared
 
 
-def _lack_of_numbers(prepared: Prepared, wanted: Wanted) -> str:
-    """Return why a comparison cannot give the model's Python its numbers; "" if it can, or has none."""
+def _lack_of_python(prepared: Prepared, wanted: Wanted) -> str:
+    """Return why a comparison cannot follow the model's Python; "" if it can, or need not."""
     cause = "--compile" if wanted.compile else "float16" if prepared.plan.workload.precision == "fp16" else ""
     cause = cause or ("" if prepared.graph.exact else "a model that takes another path when it is captured")
-    return f"{CHANGING}, and {cause} needs further trainings with them" if prepared.graph.numbers and cause else ""
+    return f"{CHANGING}, and {cause} needs further trainings" if prepared.graph.varies and cause else ""
 
 
 def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
@@ -163,7 +163,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         samples = workload.num_samples(item)
         smaller = (
             samples > 1
-            and not prepared.graph.numbers
+            and not prepared.graph.varies
             and workload.cuts_by_dimension(item)
             and not _leaves_one(prepared, samples)
         )
@@ -214,14 +214,14 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any], wanted: Wanted
     with tempfile.TemporaryDirectory(prefix="autopipe-check-", dir=wanted.scratch or None) as scratch:
         run = write_run(Path(scratch), job, prepared)
         context = RunContext.of(prepared.plan, prepared.graph)
-        apart = Processes(run, job.threads) if prepared.graph.numbers else None
+        apart = Processes(run, job.threads) if prepared.graph.varies else None
         draws, evaluate = _draws(prepared), wanted.evaluate
         return compare(prepared.workload, run, job, context, items, draws=draws, evaluate=evaluate, apart=apart)
 
 
 def gradient_of_full_batch(prepared: Prepared) -> str:
-    """Return the field ``full_batch`` of what is compared: a model with numbers would have others for a full batch."""
-    return "" if prepared.graph.numbers else "gradient"
+    """Return the field ``full_batch`` of what is compared: a model that varies does something else for a full batch."""
+    return "" if prepared.graph.varies else "gradient"
 
 
 def evaluates(prepared: Prepared) -> bool:
@@ -230,7 +230,7 @@ def evaluates(prepared: Prepared) -> bool:
 
 
 def _draws(prepared: Prepared) -> bool:
-    return any(node.num_random for node in prepared.graph.nodes)
+    return prepared.graph.draws
 
 
 def _refuses(prepared: Prepared, item: Any, device: str) -> bool:

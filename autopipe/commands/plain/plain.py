@@ -140,7 +140,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         threads=job.threads,
         device=job.device,
         opaque=spec.opaque_modules,
-        draws=any(node.num_random for node in subject.context.graph.nodes),
+        draws=subject.context.graph.draws,
         weighted=subject.context.weighted,
         clip=job.clip_grad_norm,
         staleness=_staleness(subject, stale) if stale else None,

@@ -108,6 +108,8 @@ def covered(
 
     Raises: RunError for a batch that no plan supports, with the difference and a remedy.
     """
+    if prepared.graph.varies:  # the process that runs the model's Python records other forms when they come
+        return prepared
     own = prepared.graph.batch
     other = [entry for entry in seen if _differs(own, entry.form) and (not steps or entry.minibatch < steps)]
     kinds = dict.fromkeys(_kind(own, entry.form) for entry in other)
@@ -180,9 +182,8 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
             batch,  # type: ignore[arg-type]  # a workload in all but its examples
             model=build_within_memory(prepared.workload),
             allow_data_dependent=prepared.allow_data_dependent,
-            numbers=prepared.graph.numbers,
         )
-        captured = described_on(prepared.profile.device.kind, captured, batch)  # type: ignore[arg-type]
+        captured = described_on(prepared.profile.device.kind, captured, batch)
         captured = of_same_team(captured, prepared.plan, prepared.stages, batch)
     except AutopipeError as error:
         raise RunError(

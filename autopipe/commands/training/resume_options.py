@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopipe.commands.changing import refuse_numbers
+from autopipe.commands.changing import refuse_varying
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
 from autopipe.commands.store import PlanRecord, Store
@@ -152,7 +152,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             remedy=f"omit --lr; for other rates, {_FROM_WEIGHTS}",
         )
     if recorded.num_microbatches != prepared.plan.num_microbatches:
-        refuse_numbers(
+        refuse_varying(
             prepared.graph,
             f"the run has had {counted(recorded.num_microbatches, 'microbatch')} a step until now, and "
             f"{prepared.plan.num_microbatches} would change how often its Python has run",

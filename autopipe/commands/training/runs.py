@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from autopipe.commands.artifact_steps import batch_size_of, prepare
-from autopipe.commands.changing import COMPILED, refuse_numbers
+from autopipe.commands.changing import COMPILED, refuse_varying
 from autopipe.commands.checking.causes import refusal_of_hooks
 from autopipe.commands.checking.checking import check, write_run
 from autopipe.commands.checking.first_steps import FirstSteps
@@ -115,7 +115,7 @@ def train(
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
             requested = bool(settings.audit_every)
-            settings = auditing.scheduled(_with_numbers(settings, prepared), prepared, done, events)
+            settings = auditing.scheduled(_varying(settings, prepared), prepared, done, events)
             if settings.init_from is not None and not settings.resume:
                 _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
@@ -140,18 +140,18 @@ def _listener(
     return listener
 
 
-def _with_numbers(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
-    """Let a process beside rank 0 read if numbers travel with the microbatches. Raises: RunError if it cannot."""
-    if not prepared.graph.numbers:
+def _varying(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
+    """Let a process beside rank 0 read if the model's Python varies. Raises: RunError if it cannot."""
+    if not prepared.graph.varies:
         return settings
     if settings.loop:
-        refuse_numbers(prepared.graph, "the loop over Pipeline.steps does not run it")
+        refuse_varying(prepared.graph, "the loop over Pipeline.steps does not run it")
     if settings.compile:
-        refuse_numbers(prepared.graph, COMPILED)
+        refuse_varying(prepared.graph, COMPILED)
     if settings.audit_every:
-        refuse_numbers(prepared.graph, "an audit (--audit-every) does not know them")
+        refuse_varying(prepared.graph, "an audit (--audit-every) does not run it")
     if settings.data_reader == "each":
-        refuse_numbers(prepared.graph, "only one process runs it (omit --data-reader each)")
+        refuse_varying(prepared.graph, "only one process runs it (omit --data-reader each)")
     return replace(settings, data_reader="beside", audit_every=0, replay="all")
 
 

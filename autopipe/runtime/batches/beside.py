@@ -14,6 +14,7 @@ training. A minibatch arrives after it was compared. Its tensors are in memory t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -165,8 +166,8 @@ class BesideSource:
                 self.workload.adopt_dimensions(answer["dimensions"])
             item = shared(answer["tree"], answer["tensors"], answer["memory"])
             place = Place(**answer["place"])
-            digest, numbers = bytes.fromhex(answer["digest"]), tuple(answer["numbers"])
-            taken.append(Taken(item, digest, place, tuple(answer["recordings"]), numbers))
+            each = {name: tuple(answer[name]) for name in ("recordings", "numbers", "followed")}
+            taken.append(Taken(item, bytes.fromhex(answer["digest"]), place, **each))
             self._num_read += 1
         return taken
 
@@ -228,7 +229,7 @@ def why_not(graph: Graph, workload: Workload) -> str:
     """Return why the data of a model is read in rank 0, where its stages run; "" if a process of its own can read."""
     from autopipe.trace.tape import why_unknown  # it imports the capture
 
-    for hook in ("after_step", "split"):  # data may depend on what they do
+    for hook in ("split",) if graph.varies else ("after_step", "split"):  # data may depend on what they do
         if hook in workload.hooks:
             return f"{hook} runs in the ranks"
     if not graph.batch.is_plain:
@@ -258,7 +259,7 @@ class _Reading:
         reporter = _Events(self.link)
         alone = ThreadTransport(ThreadHub(1), 0)
         self._variants = GraphVariants(self.run, job, self.context, self.workload, alone, reporter, {})
-        self._guard = Guard.of(self.workload, reporter, self.context.graph.numbers)
+        self._guard = Guard.of(self.workload, reporter, self.context.graph)
         self._source = Source(
             lambda epoch: self.workload.items(job.batch_size or None, epoch=epoch),
             self.workload.name,
@@ -297,11 +298,14 @@ class _Reading:
         taken = self._source.read(step, 1)
         for minibatch in taken:
             parts = self.workload.split(minibatch.item, self.context.plan.num_microbatches)
-            numbers = []
+            follows = []
             for index, part in enumerate(parts):
-                recording, sizes = self._variants.recording_of(part, training=True)
-                numbers.append(self._guard.follow(part, step, index, recording.graph, sizes))
-            self._send(dataclasses.replace(minibatch, numbers=tuple(numbers)))
+                write = functools.partial(self._variants.write, part, step)
+                follows.append(self._guard.follow(part, step, index, self._variants.known_for(part), write))
+            followed = tuple(each.recording for each in follows) if self.context.graph.varies else ()
+            numbers = tuple(each.numbers for each in follows)
+            self._send(dataclasses.replace(minibatch, numbers=numbers, followed=followed))
+            self._guard.after_minibatch()
         return self._sent_or_end(taken)
 
     def _evaluate(self, *, first: bool) -> None:
@@ -318,7 +322,7 @@ class _Reading:
             taken = self._evaluation.read(0, 1)
             for minibatch in taken:
                 for part in self.workload.split(minibatch.item, self.context.plan.num_microbatches):
-                    self._variants.recording_of(part, training=False)
+                    self._variants.known_for(part, training=False)
                 self._send(minibatch)
         self._sent_or_end(taken)
 
@@ -348,6 +352,7 @@ class _Reading:
                 place=dataclasses.asdict(minibatch.place),
                 recordings=names,
                 numbers=minibatch.numbers,
+                followed=minibatch.followed,
                 dimensions=dimensions,
             )
         finally:

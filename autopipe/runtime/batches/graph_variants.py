@@ -5,6 +5,9 @@ captures the model at that shape, verifies the capture, cuts it like the plan, a
 files. The other ranks wait and then load their parts. The parameters stay where they are.
 
 ``generate`` writes the first recording for evaluation if the model takes another path in evaluation mode.
+
+A model that varies does something else for batches of one shape, too. Only the process beside rank 0 runs its Python,
+which it records as it runs (``known_for`` and ``write``), and names the recording of each microbatch.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from autopipe.ir.microbatch_loss import Shares
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.batches.recording import Microbatch, Recording, refuse_other_kinds
+from autopipe.runtime.batches.source import Taken
 from autopipe.runtime.batches.unseen_forms import OTHER_LAYERS, OneBatch, free_sizes, many_shapes, other_batch
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -35,7 +39,9 @@ from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.loss_weights import Divisors, divisors_of, divisors_of_parts, shares_of
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
+from autopipe.trace import Capture
 from autopipe.trace.numbers import tensors_of
+from autopipe.trace.state.refusal import KEEP
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 from autopipe.workload.cutting.dimensions import BatchDimensions
@@ -97,23 +103,24 @@ class GraphVariants:
         if (self.run.stages / EVALUATION / "plan.json").is_file():
             self.evaluation = [self._load(EVALUATION)]
 
-    def microbatches(
-        self, item: Any, placement: Placement, *, training: bool = True, numbers: Sequence[Mapping[str, Any]] = ()
-    ) -> list[Microbatch]:
+    def microbatches(self, minibatch: Taken, placement: Placement, *, training: bool = True) -> list[Microbatch]:
         """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.loss_weights``).
 
-        ``numbers``: of each part, those that the model's Python has changed.
-
-        Raises: RunError if a part has other tensors than the captured batch, or lacks numbers.
+        Raises: RunError if a part has other tensors than the captured batch, or if the model's Python decides what the
+        stages run, and has not run.
         """
+        item = minibatch.item
         if training:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
-        read = [self._read(part, training=training) for part in parts]
-        if any(part.recording.graph.numbers for _, part in read):
+        if self.context.graph.varies and not minibatch.followed:
+            _refuse_without_python()
+        followed = minibatch.followed or [None] * len(parts)
+        read = [self._read(part, training=training, name=name) for part, name in zip(parts, followed, strict=True)]
+        if self.context.graph.numbers:
             read = [
                 ({**leaves, **tensors_of(part.recording.graph.numbers, values)}, part)
-                for (leaves, part), values in zip(read, numbers or _refused_without_numbers(), strict=True)
+                for (leaves, part), values in zip(read, minibatch.numbers, strict=True)
             ]
         shares = self._shares(item, read)
         self.weight = shares.total
@@ -122,24 +129,59 @@ class GraphVariants:
             for (leaves, part), factor in zip(read, shares.factors, strict=True)
         ]
 
-    def recording_of(self, part: Any, *, training: bool) -> tuple[Recording, Mapping[str, int]]:
-        """Return the recording that a part of a minibatch follows, and its sizes. Makes it if no recording fits."""
-        part = self._read(part, training=training)[1]
-        return part.recording, part.sizes
+    def known_for(self, part: Any, *, training: bool = True) -> dict[str, tuple[Graph, Mapping[str, int]]]:
+        """Return the graphs that a part of a minibatch may follow, by recording, with the sizes of its batch.
 
-    def _read(self, part: Any, *, training: bool) -> tuple[dict[str, torch.Tensor], _Part]:
-        """Return the leaves of a part, and what follows from their shapes: looked up if a part like it was read."""
+        Makes the first one if no recording fits and the model does not vary.
+        """
+        if not self.context.graph.varies:
+            read = self._read(part, training=training)[1]
+            return {read.recording.name: (read.recording.graph, read.sizes)}
+        leaves, form = self.workload.leaves(part), form_of(part)
+        refuse_other_kinds(self.context.graph, leaves)
+        fitting = [recording for recording in self.training if recording.fits(leaves, form)]
+        return {recording.name: (recording.graph, recording.sizes(leaves)) for recording in fitting}
+
+    def write(self, part: Any, step: int, captured: Capture) -> str:
+        """Write the stage code of what the Python of a model that varies has done for a part; return its name.
+
+        Raises: RunError if these stages cannot run it.
+        """
+        from autopipe.runtime.batches.new_recording import write_recorded
+
+        self._count += 1
+        name = f"variant_{self._count}"
+        self.reporter.at(f"writing {name}", waiting=False)
+        folder, kind = self.run.stages / name, torch.device(self.job.device).type
+        try:
+            write_recorded(captured, self.workload, part, self.context, folder, kind)
+            self.training.append(self._load(name))
+        except AutopipeError as error:
+            what = f"what the model does for minibatch {step + 1} cannot run in these stages: {error.what}"
+            raise RunError(what, where=error.where, remedy=error.remedy or KEEP) from error
+        text = f"generated stage code for what the model does for minibatch {step + 1}: stages/{name}"
+        self.reporter.event("note", text=text)
+        return name
+
+    def _read(self, part: Any, *, training: bool, name: str | None = None) -> tuple[dict[str, torch.Tensor], _Part]:
+        """Return the leaves of a part, and what follows from their shapes: looked up if a part like it was read.
+
+        ``name``: of the recording that it follows; None: the first one that fits.
+        """
         flat, structure = pytree.tree_flatten(part)
         like = None
         if all(type(leaf) is torch.Tensor and leaf.layout == torch.strided for leaf in flat):
             described = [(leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad) for leaf in flat]
-            like = training, structure, tuple(described)
+            like = training, name, structure, tuple(described)
         with contextlib.suppress(TypeError):  # a container of the user whose context is not hashable
             known = self._parts.get(like)
             if known is not None and known.cutting is self.workload.cutting:
                 return {name: flat[position] for name, position in known.names}, known
         leaves = self.workload.leaves(part)
-        recording = self._of(part, leaves, training=training)
+        if name is None:
+            recording = self._of(part, leaves, training=training)
+        else:
+            recording = next(known for known in self.training if known.name == name)
         if self.transport.leads:
             self._examples.setdefault(recording.name, part)
         places = {id(leaf): position for position, leaf in enumerate(flat)}
@@ -259,18 +301,19 @@ class GraphVariants:
         graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")
         recording = Recording.of(plan, graph, name, _divisor(folder, plan, graph))
         constants = load_constants(folder)
+        untrained = self.context.graph.trained - graph.trained
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
             runner.variants[name] = StageVariant(
-                code, recording.carries_gradient, graph.recomputed_with, graph.cast_once
+                code, recording.carries_gradient, graph.recomputed_with, graph.cast_once, untrained
             )
         return recording
 
 
-def _refused_without_numbers() -> NoReturn:
+def _refuse_without_python() -> NoReturn:
     raise RunError(
-        "numbers of the model's Python change from step to step, and only a process beside rank 0 knows them",
+        "the model's Python changes what it does from step to step, and runs only in a process beside rank 0",
         remedy="train with `autopipe train` and --data-reader beside, without evaluation",
     )
 

@@ -1,12 +1,13 @@
-"""``Guard``: runs the user's Python for each microbatch that was read, and stops the run if it differs.
+"""``Guard``: runs the user's Python for each microbatch that was read, and returns what the stages must run.
 
 The stages run what was recorded. What the forward and the loss do for this microbatch is known only by running them: on
-fake tensors, without weights, in the order of plain training (``trace.tape``).
+fake tensors, without weights, in the order of plain training (``trace.tape``). If they do something else, the run ends,
+unless the model is one that varies: then that is recorded, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,22 @@ from torch import nn
 
 from autopipe.draws import exclusive
 from autopipe.errors import RunError, TraceError
-from autopipe.ir.graph import Graph, Input
+from autopipe.ir.graph import Graph
 from autopipe.runtime.events import Reporter
-from autopipe.trace.tape import Difference, Tape, why_unknown
+from autopipe.trace import Capture
+from autopipe.trace.tape import Difference, Known, Tape, why_unknown
 from autopipe.workload import Workload
 from autopipe.workload.model.size_limits import with_placeholders
+
+Write = Callable[[Capture], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """What the stages run for a microbatch: a recording, "" for the only one, and the numbers of the model's Python."""
+
+    recording: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -33,39 +45,48 @@ class Guard:
     _noted: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(workload: Workload, reporter: Reporter, numbers: tuple[Input, ...] = ()) -> Guard:
+    def of(workload: Workload, reporter: Reporter, graph: Graph) -> Guard:
         """Build the model without memory for its parameters. Data that refers to the model refers to this one."""
         with exclusive(), torch.random.fork_rng(devices=()):  # data may draw from the generator
-            return Guard(workload, reporter, Tape(workload, built(workload), numbers))
+            tape = Tape(workload, built(workload), graph.numbers, varies=graph.varies)
+            return Guard(workload, reporter, tape)
 
-    def follow(self, part: Any, step: int, index: int, graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Run model and loss for a microbatch, and compare with the graph that the stages run. Return its numbers.
+    def follow(self, part: Any, step: int, index: int, known: Mapping[str, Known], write: Write) -> Follows:
+        """Run model and loss for a microbatch, and compare with what the stages may run.
 
-        ``step`` and ``index``: of the minibatch and the microbatch. ``sizes``: of the symbols of the graph.
+        ``step`` and ``index``: of the minibatch and the microbatch. ``known``: the recordings of such a batch.
+        ``write``: writes one for a model that varies.
 
-        Raises: RunError if the calls differ.
+        Raises: RunError if the calls differ; the errors of ``write``.
         """
-        why = why_unknown(graph)
+        why = next(filter(None, (why_unknown(graph) for graph, _ in known.values())), "")
         if self.tape is None or why:
             self._note(why)
-            return {}
-        difference = self._run(self.tape, part, graph, sizes)
+            return Follows()
+        difference = self._run(self.tape, part, known, write if self.tape.varies else None)
         if difference is not None:
             raise RunError(_text(difference, step, index), where=difference.where, remedy=difference.remedy)
-        return dict(self.tape.values) if self.tape is not None else {}
+        return Follows() if self.tape is None else Follows(self.tape.followed, dict(self.tape.values))
 
     def replay(self, item: Any, num_microbatches: int) -> None:
         """Run model and loss for a minibatch that was trained before, so that their Python state is that of now."""
         for part in () if self.tape is None else self.workload.split(item, num_microbatches):
             if self.tape is not None:
-                self._run(self.tape, part, None, {})
+                self._run(self.tape, part, None, None)
+        self.after_minibatch()
 
-    def _run(self, tape: Tape, part: Any, graph: Graph | None, sizes: Mapping[str, int]) -> Difference | None:
+    def after_minibatch(self) -> None:
+        """Run the user's Python between two minibatches. Raises: TraceError if that fails without the weights."""
+        if self.tape is not None:
+            with exclusive():
+                self.tape.after_minibatch()
+
+    def _run(self, tape: Tape, part: Any, known: Mapping[str, Known] | None, write: Write | None) -> Difference | None:
         try:
             with exclusive():
-                return tape.run(part, graph, sizes)
+                return tape.run(part, known, write)
         except TraceError as error:  # of the first run: nothing is known of what the model does
-            if tape.numbers:
+            if tape.varies:
                 raise
             self.tape = None
             self._note(error.what)

@@ -23,10 +23,13 @@ from autopipe.ir.plan import Plan
 from autopipe.measure.on_device import described_on
 from autopipe.planning import map_cuts_to
 from autopipe.runtime.batches.members import of_same_team
+from autopipe.runtime.batches.unseen_forms import OneBatch
 from autopipe.runtime.context import RunContext
 from autopipe.trace import Capture, capture, with_own_constants
+from autopipe.trace.loss.divisor import has_known_divisor
+from autopipe.trace.numbers import WithNumbers
+from autopipe.trace.result import with_divisor
 from autopipe.trace.sizes.lengths import varying_lengths
-from autopipe.trace.state.refusal import KEEP
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 
@@ -41,6 +44,41 @@ def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -
     generate(captured, cut, folder)
     artifact.save(captured.graph, folder / "graph.json")
     artifact.save(cut, folder / "plan.json")
+
+
+def write_recorded(
+    captured: Capture, workload: Workload, part: Any, context: RunContext, folder: Path, kind: str
+) -> None:
+    """Write the recording of what a model that varies did for a part of a minibatch. ``kind``: of the ranks' devices.
+
+    Raises: AutopipeError if it cannot be cut like the plan, or if microbatches would count otherwise than before.
+    """
+    own, graph = context.graph, captured.graph
+    if any(node.checkpoint for node in graph.nodes):
+        raise RunError("torch.utils.checkpoint runs Python twice")
+    batch: Any = WithNumbers(OneBatch(workload, part), graph.numbers)  # type: ignore[arg-type]  # as of a workload
+    captured = with_divisor(captured, batch.leaves(part))
+    if captured.graph.divisor != own.divisor or not (own.divisor or has_known_divisor(graph, captured.module)):
+        raise RunError(f"its loss divides by {captured.graph.divisor or 'another number'}, and the first one does not")
+    refuse_other_state(captured, own)
+    form = replace(graph.batch, unread=own.batch.unread)
+    captured = replace(captured, graph=replace(captured.graph, batch=form))
+    with exclusive():
+        write_recording(described_on(kind, captured, batch), context.plan, own, folder)
+
+
+def refuse_other_state(captured: Capture, own: Graph) -> None:
+    """Refuse what stages do not take from a recording: which parameters are trained, and the settings of layers."""
+    trained = sorted(captured.graph.trained - own.trained)
+    if trained or (captured.graph.trained != own.trained and captured.graph.cast_once):
+        names = ", ".join(trained or sorted(own.trained - captured.graph.trained))
+        raise RunError(f"it sets requires_grad of {names}", remedy="freeze parameters where the model is built")
+    texts = {node.target: node.arguments for node in own.nodes if node.kind == "call_module"}
+    for node in captured.graph.nodes:
+        if node.kind == "call_module":
+            now = repr(captured.module.get_submodule(node.target))
+            if not texts.get(node.target, now).startswith(now):
+                raise RunError(f"it changes the settings of {node.target}, which is now {now}", where=node.place)
 
 
 def differing(
@@ -76,12 +114,6 @@ def write_new_recording(
 
     Raises: AutopipeError if the batch cannot be captured, or not cut like the plan.
     """
-    if context.graph.numbers:
-        raise RunError(
-            "the batch has another form or shape than the ones before, and numbers of the model's Python change from "
-            "step to step: recording it runs that Python, which would change them",
-            remedy=f"pad the batches to one shape, or {KEEP}",
-        )
     with exclusive(), torch.enable_grad():
         record = functools.partial(capture, workload, allow_data_dependent=allow_data_dependent, training=training)
         captured = record(others=others)

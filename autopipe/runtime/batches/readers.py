@@ -56,7 +56,7 @@ class Minibatch:
 
 
 def _cut(minibatch: Taken, recordings: GraphVariants, placement: Placement, *, training: bool) -> Minibatch:
-    parts = recordings.microbatches(minibatch.item, placement, training=training, numbers=minibatch.numbers)
+    parts = recordings.microbatches(minibatch, placement, training=training)
     samples = recordings.workload.num_samples(minibatch.item)
     return Minibatch(parts, samples, recordings.weight, minibatch.place)
 

@@ -49,6 +49,8 @@ class Taken:
     recordings: tuple[str, ...] = ()
     # of each microbatch: the numbers that travel with it, by input of the graph
     numbers: tuple[Mapping[str, Any], ...] = ()
+    # of each microbatch of a model that varies: the recording that does what its Python did
+    followed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -63,7 +63,8 @@ class OneBatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
 
-    def example_item(self, batch_size: int) -> Any:
+    def example_item(self, batch_size: int | None = None) -> Any:
         """Return the batch; if it is cut by dimensions and has too few samples, they are repeated."""
-        cuts = self._workload.cuts_by_dimension(self._item)
-        return self._workload.resized(self._item, batch_size) if cuts else self._item
+        if batch_size is None or not self._workload.cuts_by_dimension(self._item):
+            return self._item
+        return self._workload.resized(self._item, batch_size)

@@ -64,6 +64,11 @@ def find_divisor(graph: Graph, module: fx.GraphModule) -> Divisor | None:
     return _Writer(walk).divisor(products)
 
 
+def has_known_divisor(graph: Graph, module: fx.GraphModule) -> bool:
+    """Return whether the divisor of the loss of a model can be derived, or the loss returns its own weight."""
+    return len(graph.outputs) != 1 or bool(Walk(graph, module).products())
+
+
 class _Writer:
     """Writes the divisors as a separate graph: their inputs from the batch, and the arithmetic."""
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
 from autopipe.trace.opaque.results import Form, tensors_of
-from autopipe.trace.record.leaves import is_leaf, written_statistics
+from autopipe.trace.record.leaves import has_plain_calls, is_leaf, written_statistics
 from autopipe.trace.record.targets import Call
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class ModuleCalls:
     ) -> None:
         """``record``: the recorder's ``call``. ``watch``: whether draws from outside of torch are refused."""
         self.opaque: Opaque | None = None  # the opaque modules
+        self.opened = False  # the calls in layers of torch are recorded in place of the layers
         self.within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
         self._writer, self._random, self._record, self._watch = writer, random, record, watch
         self._fakes, self._pause, self._faked_model = fakes, pause, faked_model
@@ -98,7 +99,8 @@ class ModuleCalls:
     ) -> Any:
         if self.opaque is not None and path in self.opaque.forms:
             return self._run_opaque(self.opaque, module, path, which, args, kwargs)
-        if not path or not is_leaf(module, self._faked_model.state):
+        is_whole = is_leaf(module, self._faked_model.state) and not (self.opened and has_plain_calls(module))
+        if not path or not is_whole:
             return original(module, *args, **kwargs)
         if getattr(module, "max_norm", None) is not None:
             raise unsupported(f"{path} changes its weight in the forward (max_norm)", "omit max_norm")

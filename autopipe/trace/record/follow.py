@@ -115,6 +115,7 @@ def follow(
         recorder = Recorder(faked_model, symbols, watch=watch)
         recorder.most, recorder.comparison, recorder.modules.opaque = most, comparison, opaque
         recorder.numbers = Numbers(getattr(workload, "numbers", ()))
+        recorder.modules.opened = getattr(workload, "varies", False)
         shape_env.around = lambda: recorder.modules.around
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {

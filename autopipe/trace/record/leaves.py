@@ -36,6 +36,15 @@ def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
     return True
 
 
+def has_plain_calls(module: nn.Module) -> bool:
+    """Return whether the calls in a leaf may be recorded in its place, with its settings as their arguments.
+
+    Recurrent layers and layers with parametrizations do more than call functions.
+    """
+    special = isinstance(module, nn.RNNBase) or nn.utils.parametrize.is_parametrized(module)
+    return not special and not any(part._forward_pre_hooks or part._forward_hooks for part in module.modules())
+
+
 def _torchs_own(hook: Any) -> bool:
     place = getattr(hook, "__module__", None) or type(hook).__module__
     return place.startswith("torch.nn.utils.")

@@ -22,7 +22,7 @@ from autopipe.trace.state.between import refuse_data, refuse_hooks
 from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.drawing import refuse_later_items
 from autopipe.trace.state.observing.bytecode import constants
-from autopipe.trace.state.observing.files import watched_files
+from autopipe.trace.state.observing.files import POSITION, watched_files
 from autopipe.trace.state.observing.observe import Ran, observed, refuse_seed
 from autopipe.trace.state.observing.reach import module_name, modules, named, reached
 from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
@@ -76,13 +76,12 @@ def refuse_changing_state(
                     raise failed_on_real_numbers("the model itself failed", error) from error
                 continue  # it may fail with few samples only
             look.refuse_set(before, last)
-            look.refuse_files()
-            travels = bool(getattr(workload, "numbers", ()))  # what changes in data, forward and loss is compared
-            if not travels:
+            varies = getattr(workload, "varies", False)  # its Python runs for each microbatch, in one process
+            look.refuse_files(shared=varies)
+            if not varies:
                 look.refuse_changes(second, last)
-            refuse_counts(look, last)
-            refuse_hooks(look, last)
-            if not travels:
+                refuse_counts(look, last)
+                refuse_hooks(look, last)
                 refuse_data(look, last, data or {})
                 refuse_later_items(look)
             break
@@ -197,9 +196,11 @@ class Look:
         unknown += changed[_MOST_PLACES:]
         self._refuse_depended(list(dict.fromkeys(unknown)), second, last, set(changed))
 
-    def refuse_files(self) -> None:
-        """Refuse a file that every run changes and reads."""
+    def refuse_files(self, *, shared: bool) -> None:
+        """Refuse a file that every run changes and reads. ``shared``: only what other processes see."""
         for name, line in self._files.items():
+            if shared and name.startswith(POSITION):
+                continue
             raise TraceError(
                 f"{FORWARD} changes {name}, and reads what an earlier call left there: "
                 "the model is not one fixed graph",

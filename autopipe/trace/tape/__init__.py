@@ -4,6 +4,6 @@
 calls the same, ``programs`` what makes two graphs the same, and ``live`` has the user's model meanwhile.
 """
 
-from autopipe.trace.tape.tape import Difference, Tape, why_unknown
+from autopipe.trace.tape.tape import Difference, Known, Tape, why_unknown
 
-__all__ = ["Difference", "Tape", "why_unknown"]
+__all__ = ["Difference", "Known", "Tape", "why_unknown"]

@@ -25,11 +25,12 @@ class Entry:
     def __init__(self, key: Key = (), name: str = "") -> None:
         self.key, self.name = key, name
         self.next: dict[Key, Entry] = {}
-        self.ends: dict[Hashable, list[Any]] = {}  # with the calls of the backward pass
+        # with the calls of the backward pass, and the name of the stage code that does the same
+        self.ends: dict[Hashable, tuple[list[Any], str]] = {}
         self.answer: Any = NOT_FIXED  # of a read: the number that depends on nothing but constants
         self.error: type[Exception] | None = None  # of the exception that it raised
         self.form: Any = None  # of what it returned
-        self.forms: Any = None  # with a number that changes: of its results, which must not depend on the number
+        self.forms: Any = None  # with a number that changes: of its results, and how many numbers it draws
         self.results: list[Tensor] = []  # the new tensors among it
         self.changed: tuple[int, ...] = ()  # places of the tensors that it wrote to
         self.draws = 0  # random numbers of torch: how often it drew

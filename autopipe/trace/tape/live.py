@@ -83,6 +83,10 @@ class LiveModel(FakedModel):
             attributes["_flat_weights"] = [None if w is None else self.of_real.get(id(w), w) for w in weights]
         return self
 
+    def forget_writes(self) -> None:
+        """Accept what was written to parameters and buffers since the last run."""
+        self._known = None
+
     def _begin(self) -> None:
         self.names, self.aliases = first_names(self.model)
         for table in (self.state, self.of_real, self.fake, self._real):

@@ -44,6 +44,7 @@ class _Program:
         self._specs = {entry.name: entry.spec for entry in graph.inputs}
         self._specs |= {node.name: node.spec for node in graph.nodes if node.spec is not None}
         self._size: dict[str, Any] = {}  # node that is a number of sizes -> its value
+        self._changing = {entry.name for entry in graph.numbers}  # and what is read from them
         self._ids: dict[str, int] = {entry.name: self._number(("input", entry.name)) for entry in graph.inputs}
         for node in graph.nodes:
             if not self._is_size(node):
@@ -57,7 +58,15 @@ class _Program:
         state = tuple((name, self._graph.parameters[name].requires_grad) for name in node.parameters)
         draws = (node.random_position, node.num_random) if node.num_random else ()
         after = tuple(sorted(self._ids[name] for name in node.after))
-        return (node.kind, node.target, text, state, node.buffers, after, draws, node.context, node.checkpoint)
+        form = self._form(node) if not self._changing.isdisjoint(node.inputs) else ()
+        return (node.kind, node.target, text, state, node.buffers, after, draws, node.context, node.checkpoint, form)
+
+    def _form(self, node: Node) -> Hashable:
+        """Return the form of the result of a call with a number that changes: with another number, it may differ."""
+        if node.spec is None:
+            self._changing.add(node.name)
+            return ()
+        return node.spec.dtype, node.spec.concrete(self._sizes), self._ids.get(node.storage)
 
     def _reference(self, match: re.Match[str]) -> str:
         name = match[1]

@@ -52,7 +52,16 @@ class Reading:
             if entry is None:
                 self.record()
                 return self._recorded(Entry(key, call.name), call)
-            result = self._known(entry, call)
+            performed = None
+            if entry.forms is not None:
+                performed, forms = self._performed(call)
+                if forms != entry.forms:  # for another number, it does something else
+                    key = (*key, forms)
+                    entry = self.at.next.get(key)
+                    if entry is None:
+                        self.record()
+                        return self._recorded(Entry(key, call.name), call, performed)
+            result = self._known(entry, call, performed)
             self.at = entry
             if entry.is_node:
                 self._waiting.append((entry, call, result))
@@ -155,13 +164,25 @@ class Reading:
             recorder.write(call, Performed(args, kwargs, result, changed, drawn))
             recorder.described = None
 
-    def _recorded(self, entry: Entry, call: Running) -> Any:
+    def _performed(self, call: Running) -> tuple[Performed, Hashable]:
+        """Run a call with a number that changes. Return what it did, and the forms of its results and its draws."""
+        count = self.recorder.random.count
+        performed = self.recorder.perform(call)
+        self.recorder.random.count = count
+        touched = [*tensors_in((performed.args, performed.kwargs)), *call.state, *call.silent]
+        return performed, (_forms(performed.out, touched), performed.drawn[1])
+
+    def _recorded(self, entry: Entry, call: Running, performed: Performed | None = None) -> Any:
         recorder, keys = self.recorder, self.keys
         self.performed += 1
         self._recall((call.args, call.kwargs))
         before = forms_of(tensors_in((call.args, call.kwargs)))
         try:
-            performed = recorder.perform(call)
+            if performed is None:
+                performed = recorder.perform(call)
+            else:
+                performed.drawn = recorder.random.count, performed.drawn[1]
+                recorder.random.count += performed.drawn[1]
         except Exception as error:  # the user's code may catch it
             entry.error = type(error)
             self._add(entry)
@@ -177,7 +198,7 @@ class Reading:
             next(i for i, tensor in enumerate(touched) if tensor is changed) for changed in performed.changed
         )
         if any(type(part) is Lifted for part in entry.key):
-            entry.forms = _forms(result, touched)
+            entry.forms = _forms(result, touched), performed.drawn[1]
         entry.again = (
             not entry.is_node
             or entry.forms is not None
@@ -255,22 +276,25 @@ class Reading:
 
     # --- a known call -------------------------------------------------------------------------------------------------
 
-    def _known(self, entry: Entry, call: Running) -> Any:
+    def _known(self, entry: Entry, call: Running, performed: Performed | None) -> Any:
         if entry.again or entry.error is not None or is_held(entry.results, OWN):
-            return self._again(entry, call)
+            return self._again(entry, call, performed)
         self.keys.add(entry.results)
         kind, content = entry.form
         if kind == "result":
             return entry.results[content]
         return built(entry.form, [*tensors_in((call.args, call.kwargs)), *call.state, *call.silent], entry.results)
 
-    def _again(self, entry: Entry, call: Running) -> Any:
-        """Run a known call on fakes. Raises: TraceError if it does something else than before."""
+    def _again(self, entry: Entry, call: Running, performed: Performed | None) -> Any:
+        """Run a known call on fakes, unless it was. Raises: TraceError if it does something else than before."""
         self.performed += 1
         recorder = self.recorder
         count = recorder.random.count
         self._expected = entry.error is not None
-        performed = recorder.perform(call)
+        if performed is None:
+            performed = recorder.perform(call)
+        else:
+            recorder.random.count += performed.drawn[1]
         draws, recorder.random.count = recorder.random.count - count, count
         if entry.error is not None or draws != entry.draws:
             raise unsupported(f"{call.name} runs otherwise than in an earlier call", "")
@@ -286,8 +310,6 @@ class Reading:
         touched = [*tensors_in((performed.args, performed.kwargs)), *call.state, *call.silent]
         if isinstance(out, Tensor) and entry.form[0] == "result" and self.keys.number(out) is not None:
             out = out.view_as(out)  # as the recorder does: another object
-        if entry.forms is not None and _forms(out, touched) != entry.forms:
-            raise unsupported(f"{call.name} returns another form of tensors for another number", KEEP)
         results: list[Tensor] = []
         form_of(out, touched, lambda value: self.keys.number(value) is not None, results)
         if forms_of(results) != forms_of(entry.results) and not entry.again:
@@ -311,12 +333,15 @@ class Reading:
             self.record()
         self._waiting = []
 
-    def accept(self, end: Hashable, backward: list[Any]) -> None:
-        """Make a recorded run a known one. ``backward``: the calls of its backward pass in the user's code."""
+    def accept(self, end: Hashable, backward: list[Any], name: str) -> None:
+        """Make a recorded run a known one. ``backward``: the calls of its backward pass in the user's code.
+
+        ``name``: of the stage code that does the same.
+        """
         for entry, forms in self._new:
             # a later call changed it in place, so that the next run needs another object
             entry.again = entry.again or forms != forms_of(entry.results)
-        self.at.ends[end] = backward
+        self.at.ends[end] = backward, name
         self.root.num_runs += 1
 
     def close(self) -> None:
@@ -329,11 +354,11 @@ class Reading:
         return next(iter(self.at.next.values()), None)
 
 
-def _forms(result: Any, touched: Sequence[Tensor]) -> Any:
+def _forms(result: Any, touched: Sequence[Tensor]) -> Hashable:
     """Return the forms of the tensors that a call returns, and which of those that it read share their memory."""
     tensors = [value for value in tensors_in(result) if isinstance(value, FakeTensor)]
-    shared = [[storage_key(other) == storage_key(value) for other in touched] for value in tensors]
-    return [form[:-1] for form in forms_of(tensors)], shared
+    shared = tuple(tuple(storage_key(other) == storage_key(value) for other in touched) for value in tensors)
+    return tuple(form[:-1] for form in forms_of(tensors)), shared
 
 
 _PLACES = ("source", "frame", "at", "caller", "own", "stack", "grad", "checkpoint", "autocast")

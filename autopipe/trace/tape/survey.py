@@ -1,6 +1,7 @@
-"""Find the Python numbers of forward and loss that change from step to step: those that can be inputs of the graph.
+"""Find what forward and loss do otherwise from step to step: the numbers that change, and how many other calls.
 
-The first minibatches run on fake tensors, in the order of plain training, in a process that trains nothing.
+The first minibatches run on fake tensors, in the order of plain training, in a process that trains nothing. Numbers in
+calls become inputs of the graph; each other sequence of calls gets stage code of its own.
 """
 
 from __future__ import annotations
@@ -17,62 +18,64 @@ from autopipe.ir.graph import Input, Number
 from autopipe.trace.numbers import Call, kind_of, spec_of
 from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
-from autopipe.workload.hooks.optimizers import is_of_torch
 
+MOST_CALLS = 32
+"""Sequences of calls for which there may be stage code."""
 _MOST_RUNS = 240
 """Microbatches that are run."""
+_FIRST_RUNS = 4
+"""Microbatches that every training has."""
 _MOST_SECONDS = 20.0
 _MOST_NUMBERS = 64
 _LARGEST = 1 << 62
 
 
-def changing_numbers(workload: Workload, model: nn.Module) -> tuple[tuple[Input, ...], str]:
-    """Return the inputs for the numbers that change, and "". If anything else changes, too: () and the reason."""
-    if why := _own_steps(workload, model):
-        return (), why
-    tape = Tape(workload, model)
-    first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the numbers of its first run
+def changing_numbers(workload: Workload, model: nn.Module) -> tuple[tuple[Input, ...] | None, str]:
+    """Return the inputs for the numbers that change, and "". If something changes that cannot: None and the reason."""
+    tape = Tape(workload, model, varies=True)
+    if tape.steps is not None and tape.steps.why_not:
+        return None, tape.steps.why_not
+    first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the first numbers of its calls
     recorded: dict[Any, int] = {}  # form -> how many inputs there were when a run did something new
+    count = 0  # sequences of calls
     deadline = time.monotonic() + _MOST_SECONDS
-    for _, part in zip(range(_MOST_RUNS), _microbatches(workload), strict=False):
+    for run, (part, is_last) in zip(range(_MOST_RUNS), _microbatches(workload), strict=False):
         tape.seen = {}
         try:
-            difference = tape.run(part, None, {})
+            difference = tape.run(part, None)
+            if is_last:
+                tape.after_minibatch()
         except TraceError as error:
-            return (), error.what
+            return None, error.what
         if difference is not None:
-            return (), f"more than numbers changes: {difference.now}"
+            if difference.is_raised and run >= _FIRST_RUNS:
+                break  # plain training raises it, too, if it comes so far
+            return None, f"more than numbers changes: {difference.now}"
         form = tuple((name, leaf.dtype, leaf.shape) for name, leaf in workload.leaves(part).items())
-        before = first.setdefault(form, tape.seen)
+        before = first.setdefault(form, {})
+        for call, numbers in tape.seen.items():
+            before.setdefault(call, numbers)
         new = _changed(before, tape.seen, tape.numbers)
-        if tape.recorded and not new and recorded.get(form) == len(tape.numbers):
-            return (), "it makes other calls for some microbatches"
+        count += tape.recorded and not new and recorded.get(form, len(tape.numbers)) == len(tape.numbers)
         if tape.recorded:
             recorded[form] = len(tape.numbers)
         tape.numbers += new
+        if count > MOST_CALLS:
+            return None, f"it makes more than {MOST_CALLS} other sequences of calls in {run + 1} microbatches"
         if len(tape.numbers) > _MOST_NUMBERS or time.monotonic() > deadline:
             break
     if len(tape.numbers) > _MOST_NUMBERS:
-        return (), f"more than {_MOST_NUMBERS} numbers change"
-    return tape.numbers, "" if tape.numbers else "no number in the arguments of a call changes"
+        return None, f"more than {_MOST_NUMBERS} numbers change"
+    return tape.numbers, ""
 
 
-def _own_steps(workload: Workload, model: nn.Module) -> str:
-    """Return why a step may run code that is not torch's, and could change what a forward reads; "" if it does not."""
-    try:
-        optimizer = workload.optimizer([*model.named_parameters()])
-        scheduler = None if optimizer is None else workload.scheduler(optimizer)
-    except Exception as error:
-        return f"the optimizer or the scheduler fails without the weights ({type(error).__name__})"
-    own = optimizer is not None and not is_of_torch(optimizer, scheduler)
-    return "the optimizer or the scheduler is not one of torch's, or calls functions of yours" if own else ""
-
-
-def _microbatches(workload: Workload) -> Iterator[Item]:
+def _microbatches(workload: Workload) -> Iterator[tuple[Item, bool]]:
+    """Yield the halves of the minibatches, each with whether it is the last one."""
     epoch = 0
     while True:
         for item in workload.items(None, epoch=epoch):
-            yield from workload.split(item, 2)
+            parts = workload.split(item, 2)
+            yield from ((part, part is parts[-1]) for part in parts)
         epoch += 1
 
 

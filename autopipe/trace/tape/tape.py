@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,16 @@ from autopipe.errors import AutopipeError, TraceError
 from autopipe.ir.graph import Graph, Input, Node
 from autopipe.trace.explain import depends_on_data
 from autopipe.trace.graph.describe import GUARD, describe
+from autopipe.trace.graph.naming import rename
+from autopipe.trace.graph.replay import assemble
 from autopipe.trace.lines.of_nodes import where_text
-from autopipe.trace.numbers import Call, Numbers, tensors_of
+from autopipe.trace.numbers import CHANGING, Call, Numbers, tensors_of
 from autopipe.trace.record import rebound
 from autopipe.trace.record.caches import MemoizedFakes
 from autopipe.trace.record.follow import Followed, clean, running
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.symbols import Symbols
+from autopipe.trace.result import Capture
 from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.state.snapshots.settings import OF_RESULTS, SETTINGS
 from autopipe.trace.strategies import EXPORT
@@ -40,10 +43,15 @@ from autopipe.trace.tape.live import LiveModel
 from autopipe.trace.tape.programs import CONSTANT, first_difference
 from autopipe.trace.tape.reading import Reading
 from autopipe.trace.tape.results import OWN, forms_of, is_held
+from autopipe.trace.tape.steps import Steps
 from autopipe.workload import Item, Workload
+from autopipe.workload.batches.forms import form_of
 
 logger = logging.getLogger(__name__)
 
+Known = tuple[Graph, Mapping[str, int]]
+"""A graph, and the sizes of its symbols for a batch."""
+METHOD = "calls of the model for one microbatch"
 _MOST_RUNS = 64
 """Sequences of calls with the same result that are kept for batches of one form."""
 _MOST_FORMS = 128
@@ -71,20 +79,26 @@ class Difference:
     now: str  # the call of this microbatch, or what happened in its place
     where: str = ""  # the user's line of ``now``
     remedy: str = KEEP
+    is_raised: bool = False  # the user's code, or torch, raises an exception
 
 
 class Tape:
     """The user's model and loss, in the state in which the microbatches before this one left them."""
 
-    def __init__(self, workload: Workload, model: nn.Module, numbers: tuple[Input, ...] = ()) -> None:
+    def __init__(
+        self, workload: Workload, model: nn.Module, numbers: tuple[Input, ...] = (), *, varies: bool = False
+    ) -> None:
         """``model``: has the user's Python; its weights may be real, fake or on meta, and are not changed.
 
-        ``numbers``: the inputs of the graph that are numbers of the user's code.
+        ``numbers``: the inputs of the graph that are numbers of the user's code. ``varies``: nothing else has verified
+        what the user's code does between two forward passes, so that a backward pass which cannot run is refused.
         """
         from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
 
-        self.workload, self.model, self.numbers = workload, model, numbers
-        self.values: dict[str, Any] = {}  # of ``numbers``, in the latest run
+        self.workload, self.model, self.numbers, self.varies = workload, model, numbers, varies
+        self.steps = Steps(workload, model) if varies else None
+        self.values: dict[str, Any] = {}  # of ``numbers``, in the latest run; the first value of one that it lacks
+        self.followed = ""  # the name of the stage code that does what the latest run did
         self.seen: dict[Call, list[tuple[int, Any]]] | None = None  # receives the numbers in all calls of a run
         self.recorded = False  # whether the latest run did something that no run before it did
         self.performed = 0  # calls of the latest run that no known result served
@@ -100,32 +114,41 @@ class Tape:
         self._settings: dict[str, Any] = {}  # before the first run
         self._moved: frozenset[str] = frozenset()  # settings that the latest run has changed
 
-    def run(self, item: Item, graph: Graph | None, sizes: Mapping[str, int]) -> Difference | None:
-        """Run model and loss for one microbatch. Return how they differ from the graph that the stages run, or None.
+    def run(
+        self, item: Item, known: Mapping[str, Known] | None, write: Callable[[Capture], str] | None = None
+    ) -> Difference | None:
+        """Run model and loss for one microbatch. Return how they differ from what the stages may run, or None.
 
-        ``graph``: None if the microbatch is not compared. ``sizes``: of the symbols of the graph for this batch.
+        ``known``: what the stages may run for a batch of this form, by name; None if the microbatch is not compared.
+        ``write``: writes the stage code of a run that does something else, and returns its name; None: it is refused.
 
-        Raises: TraceError if the first run cannot be followed.
+        Raises: TraceError if the first run cannot be followed; the errors of ``write``.
         """
         leaves = self.workload.leaves(item)
-        root = self._root(item, leaves, graph)
+        root = self._root(item, leaves, compared=known is not None)
         outside = _Outside()
         self._settings = self._settings or outside.settings
         run = _Run(self, item, leaves, root)
         try:
             with torch.enable_grad():
                 end = run.end()
-            difference = None
+            difference, name = None, ""
             reading = run.reading
             assert reading is not None, "a run that has ended has read calls"
-            self.recorded, self.values = reading.records, run.numbers.values
+            self.recorded = reading.records
             if reading.records:
-                if graph is not None:
-                    difference = _of_graphs(graph, sizes, run.graph())
+                if known is not None:
+                    name, difference = _compared(run, known, write)
                 if difference is None:
-                    reading.accept(end, run.backward)
-            elif run.backward != reading.at.ends[end]:
-                difference = Difference("", "the backward pass computes otherwise: a hook, or an autograd.Function")
+                    reading.accept(end, run.backward, name)
+            else:
+                backward, name = reading.at.ends[end]
+                if run.backward != backward:
+                    difference = Difference("", "the backward pass computes otherwise: a hook, or an autograd.Function")
+            if self.varies and not self.follows_backward:
+                difference = Difference("", "a hook or an autograd.Function of the backward pass fails without numbers")
+            first = {entry.name: entry.number.value for entry in self.numbers if entry.number is not None}
+            self.followed, self.values = name, {**first, **run.numbers.values}
         except TraceError as error:
             if not self.num_runs:
                 raise
@@ -133,19 +156,23 @@ class Tape:
         finally:
             run.close()
             self._memoized.forget()
-        if difference is None and graph is not None and len(self.values) < len(self.numbers):
-            difference = Difference("", "a number that travels with each batch is not in the call that was recorded")
         moved = outside.moved()
-        difference = difference or outside.difference(self._settings, moved, self._moved)
+        difference = difference or outside.difference(self._settings, moved, None if self.varies else self._moved)
         self._moved = moved if self.num_runs else frozenset()
         self.num_runs += 1
         return difference
 
-    def _root(self, item: Item, leaves: Mapping[str, Tensor], graph: Graph | None) -> Entry:
+    def after_minibatch(self) -> None:
+        """Run the user's Python between two minibatches, if the model varies. Raises: TraceError."""
+        if self.steps is not None and self.steps.runs_own_code:
+            self.steps.run()
+            self._live.forget_writes()
+
+    def _root(self, item: Item, leaves: Mapping[str, Tensor], *, compared: bool) -> Entry:
         # numbers and text in the batch need no root of their own: a call that reads one has it in its key
         structure = pytree.tree_structure(item)
         forms = tuple((n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in leaves.items())
-        form = (str(structure), forms, "" if graph is None else graph.digest)
+        form = (str(structure), forms, compared)
         root = self._roots.get(form)
         if root is None or root.num_runs > _MOST_RUNS:
             if len(self._roots) >= _MOST_FORMS:
@@ -177,7 +204,7 @@ class _Run:
         with live:
             self.recorder = recorder = Recorder(live, self.symbols)
             recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
-            recorder.numbers = self.numbers
+            recorder.numbers, recorder.modules.opened = self.numbers, tape.varies
             keys = Keys(live, tape._contents, tape._origins.identity)
             self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins)
             tape._shape_env.around = lambda: recorder.modules.around
@@ -234,10 +261,21 @@ class _Run:
 
     def graph(self) -> Graph:
         """Return the graph of a recorded run. Raises: TraceError if the stages could not run it."""
-        assert self.recorder is not None, "only a run that has ended has a graph"
-        clean(self.recorder, self.tape._live, self.copied, self.tape.workload.num_samples(self.item))
-        followed = Followed(self.recorder, self.tape._live, self.symbols, (), self.reads_training, None)
-        return describe(followed, self.tape.workload.name)
+        recorder = self.recorder
+        assert recorder is not None, "only a run that has ended has a graph"
+        clean(recorder, self.tape._live, self.copied, self.tape.workload.num_samples(self.item))
+        rename(recorder.graph)
+        followed = Followed(recorder, self.tape._live, self.symbols, (), self.reads_training, None)
+        form = replace(form_of(self.item), reads=recorder.layout_read)
+        return replace(describe(followed, self.tape.workload.name), captured_by=METHOD, batch=form, varies=True)
+
+    def capture(self, graph: Graph) -> Capture:
+        """Return the capture of a recorded run. ``graph``: of ``graph``."""
+        recorder = self.recorder
+        assert recorder is not None, "only a run that has ended has a graph"
+        constants = dict(sorted(recorder.constants.items()))
+        module = assemble(self.tape.model, recorder.graph, constants)
+        return Capture(graph, module, constants, METHOD, {}, CHANGING, tuple(dict.fromkeys(recorder.notes)))
 
     def close(self) -> None:
         """Drop all references to results: a result that something else has is taken for one that Python keeps."""
@@ -271,19 +309,21 @@ class _Outside:
         now = dict(SETTINGS.all())
         return frozenset(name for name, value in self.settings.items() if now[name] != value)
 
-    def difference(self, first: Mapping[str, Any], moved: frozenset[str], before: frozenset[str]) -> Difference | None:
+    def difference(
+        self, first: Mapping[str, Any], moved: frozenset[str], before: frozenset[str] | None
+    ) -> Difference | None:
         """Return what the run has changed, or what was changed before it.
 
         ``first``: the settings before the first run. ``moved``: those that the run has changed; ``before``: those that
         the run before has changed. A setting that does not decide how torch computes may change once, as when a module
-        is imported.
+        is imported; again and again if ``before`` is None.
         """
         for name in OF_RESULTS:
             if self.settings[name] != first[name]:
                 recorded, now = f"{name} = {first[name]!r}", f"{name} = {self.settings[name]!r}"
                 return Difference(recorded, now, remedy="set it once, in the model file")
         for name in moved:
-            if name in OF_RESULTS or name in before:
+            if name in OF_RESULTS or (before is not None and name in before):
                 changed = f"the forward or the loss changes the setting {name}"
                 return Difference("", changed, remedy="set it once, where the model is built")
         for name, state, after in zip(("torch", "numpy.random", "random"), self._states, _states(), strict=True):
@@ -303,7 +343,23 @@ def _failed(error: TraceError, recorded: str) -> Difference:
     if cause is None or isinstance(cause, AutopipeError) or depends_on_data(cause):
         return Difference(recorded, error.what, error.where, error.remedy or KEEP)
     text = f"{type(cause).__name__}: {cause}".strip(": ")
-    return Difference("", f"it raises {text}", error.where, "if plain training does not raise it here, " + KEEP)
+    remedy = f"if plain training does not raise it here, {KEEP}"
+    return Difference("", f"it raises {text}", error.where, remedy, is_raised=True)
+
+
+def _compared(
+    run: _Run, known: Mapping[str, Known], write: Callable[[Capture], str] | None
+) -> tuple[str, Difference | None]:
+    """Return the name of the stage code that does what a recorded run did; else how the latest differs."""
+    now, differences = run.graph(), []
+    for name, (graph, sizes) in known.items():
+        difference = _of_graphs(graph, sizes, now)
+        if difference is None:
+            return name, None
+        differences.append(difference)
+    if write is not None:
+        return write(run.capture(now)), None
+    return "", differences[-1]
 
 
 def _of_graphs(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:

@@ -10,52 +10,80 @@ import torch
 
 from autopipe.errors import AutopipeError
 from autopipe.runtime.batches.guard import built
+from autopipe.runtime.batches.new_recording import refuse_other_state
 from autopipe.trace import capture
-from autopipe.trace.graph.replay import replay
+from autopipe.trace.graph.replay import assemble, replay
 from autopipe.trace.numbers import tensors_of
 from autopipe.trace.tape import Tape
+from autopipe.trace.tape.programs import first_difference
 from autopipe.trace.tape.survey import changing_numbers
 from autopipe.workload import LoadOptions, load_workload
 from support.models.guarded import _trained, in_child, microbatches, plainly
 
+KEPT = ("node", "random", "grad", "autocast")
+
 
 def _numbers(path: Path) -> Any:
     workload = load_workload(LoadOptions(str(path)))
-    return changing_numbers(workload, built(workload))[0]
+    return changing_numbers(workload, built(workload))
 
 
 def _graph(path: Path, numbers: Any) -> Any:
     return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: (numbers, "")).graph
 
 
-def _values(path: Path, graph: Any, steps: int, parts: int) -> Any:
-    """Return the numbers of each microbatch, and (minibatch, microbatch, text) of the first difference or None."""
+def _ours(path: Path, graph: Any, steps: int, parts: int) -> Any:
+    """Return what the recordings of the tape train, how many there are, and the text of the first difference."""
     workload = load_workload(LoadOptions(str(path)))
-    tape = Tape(workload, built(workload), graph.numbers)
-    values = {}
+    tape = Tape(workload, built(workload), graph.numbers, varies=True)
+    captures: dict[str, Any] = {}
+    of_shapes: dict[Any, dict[str, Any]] = {}
+    described: list[Any] = []  # the tape clears what a node has
+    followed: dict[Any, Any] = {}
+    stop = None
+
+    def write(captured: Any) -> str:
+        refuse_other_state(captured, graph)
+        name = str(len(captures))
+        captures[name] = captured
+        for node in captured.module.graph.nodes:
+            described.append((node, {key: node.meta[key] for key in KEPT if key in node.meta}))
+        known[name] = captured.graph, {}
+        return name
+
     for step, index, part in microbatches(workload, steps, parts):
-        leaves = workload.leaves(part)
-        sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
+        known = of_shapes.setdefault(str([leaf.shape for leaf in workload.leaves(part).values()]), {})
         try:
-            difference = tape.run(part, graph, sizes)
+            difference = tape.run(part, known, write)
         except AutopipeError as error:
-            return values, (step, index, error.what)
+            stop = step, index, error.what
+            break
         if difference is not None:
-            return values, (step, index, f"{difference.recorded} -> {difference.now}")
-        values[step, index] = dict(tape.values)
-    return values, None
-
-
-def _by_graph(path: Path, numbers: Any, values: Any, steps: int, parts: int) -> Any:
+            stop = step, index, f"{difference.recorded} -> {difference.now}"
+            break
+        followed[step, index] = tape.followed, dict(tape.values)
+        if index == parts - 1:
+            tape.after_minibatch()
+    for node, meta in described:
+        node.meta.update(meta)
+    steps = steps if stop is None else stop[0]
+    first = captures["0"].graph
+    sizes = {s.name: first.inputs[[i.name for i in first.inputs].index(s.input)].spec.shape[s.dimension]
+             for s in graph.symbols}  # fmt: skip
+    is_first = first_difference(graph, sizes, first) is None
     workload = load_workload(LoadOptions(str(path)))
     model = workload.build_model()
-    module = capture(workload, batch_size=6, model=model, changing=lambda: (numbers, "")).module
+    modules = {n: assemble(model, c.module.graph, c.constants) for n, c in captures.items()}
 
     def forward(part: Any, step: int, index: int) -> torch.Tensor:
-        leaves = {name: leaf.clone() for name, leaf in workload.leaves(part).items()}
-        return replay(module, {**leaves, **tensors_of(numbers, values[step, index])}, (0, step, index))[0]
+        name, values = followed[step, index]
+        leaves = {leaf: tensor.clone() for leaf, tensor in workload.leaves(part).items()}
+        for parameter, tensor in model.named_parameters():
+            tensor.requires_grad_(parameter in captures[name].graph.trained)
+        return replay(modules[name], {**leaves, **tensors_of(graph.numbers, values)}, (0, step, index))[0]
 
-    return _trained(workload, model, forward, steps, parts)
+    trained = _trained(workload, model, forward, steps, parts) if steps else []
+    return trained, len(captures), is_first, stop
 
 
 def row(text: str, steps: int, parts: int) -> dict[str, Any]:
@@ -68,26 +96,29 @@ def row(text: str, steps: int, parts: int) -> dict[str, Any]:
             path.write_text(text)
             return in_child(function, path, *args)
 
-        kind, numbers = run(_numbers)
+        kind, answer = run(_numbers)
         if kind != "ok":
-            return {"kind": "refused", "why": f"survey: {kind}: {numbers}"}
+            return {"kind": "refused", "why": f"survey: {kind}: {answer}"}
+        numbers, why = answer
+        if numbers is None:
+            return {"kind": "refused", "why": f"survey: {why}"}
         kind, graph = run(_graph, numbers)
         if kind != "ok":
             return {"kind": "refused", "why": f"{len(numbers)} numbers; {kind}: {graph}"}
-        kind, outcome = run(_values, graph, steps, parts)
+        kind, outcome = run(_ours, graph, steps, parts)
         if kind != "ok":
             return {"kind": "error", "why": f"{kind}: {outcome}"}
-        values, stop = outcome
+        ours, count, is_first, stop = outcome
         if stop is not None:
             steps = stop[0]
         if not steps:
             return {"kind": "stopped", "why": str(stop)}
-        both = [run(_by_graph, numbers, values, steps, parts), run(plainly, steps, parts)]
-        failed = next((one for one in both if one[0] != "ok"), None)
-        if failed is not None:
-            return {"kind": "error", "why": str(failed)}
-        for (step, index, ours), (_, _, theirs) in zip(both[0][1], both[1][1], strict=True):
-            if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
-                return {"kind": "WRONG", "why": f"at {step}.{index}; {len(graph.numbers)} numbers"}
-        end = f"; stopped at {stop}" if stop is not None else ""
-        return {"kind": "stopped" if stop else "equal", "why": f"{len(graph.numbers)} numbers, {steps} steps{end}"}
+        kind, plain = run(plainly, steps, parts)
+        if kind != "ok":
+            return {"kind": "error", "why": f"plainly: {kind}: {plain}"}
+        why = f"{len(graph.numbers)} numbers, {count} sequences of calls, {steps} steps"
+        for (step, index, own), (_, _, theirs) in zip(ours, plain, strict=True):
+            if len(own) != len(theirs) or not all(map(torch.equal, own, theirs)):
+                return {"kind": "WRONG", "why": f"at {step}.{index}; {why}"}
+        why += "" if is_first else "; the first microbatch is not what was captured"
+        return {"kind": "stopped" if stop else "equal", "why": f"{why}; stopped at {stop}" if stop else why}

@@ -21,7 +21,7 @@ _ASKING = frozenset(("exists", "lexists", "isfile", "isdir", "islink", "is_file"
 """Functions that ask whether a file exists: before its heading is written, or a cache is filled."""
 _FRAMES = 4  # from ``os.stat`` to the function that asks
 _OPEN, _OPEN_DESCRIPTOR, _OPEN_PIPE = open, os.open, os.pipe
-_POSITION = "the position of file descriptor "
+POSITION = "the position of file descriptor "
 _DESCRIPTORS = {
     **dict.fromkeys(("read", "readv"), ((_READ,), (_READ, _CHANGED))),
     **dict.fromkeys(("write", "writev"), ((_CHANGED,), (_CHANGED,))),
@@ -64,7 +64,7 @@ class Files:
             with contextlib.suppress(OSError):
                 path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
                 self._add(path, content)
-                self._add(f"{_POSITION}{descriptor} ({path})", position)
+                self._add(f"{POSITION}{descriptor} ({path})", position)
 
     def noting_descriptor(self, content: Iterable[str], position: Iterable[str]) -> Callable[..., None]:
         """Return a function that notes accesses to its first argument, a descriptor."""
@@ -122,7 +122,7 @@ class Files:
 
 
 def _name(path: str) -> str:
-    if path.startswith(_POSITION):
+    if path.startswith(POSITION):
         return path
     return f"the folder {path}" if Path(path).is_dir() else f"the file {path}"
 
