@@ -3,7 +3,8 @@
 The parameters of each rank, and its connections, are those of the plan. So a stage of the other graph may use only what
 the plan's stage has, and may send values only to stages to which the plan's stage sends some. If the two graphs have
 the same calls, the cuts are the same, and so are the units of recompute by block. Otherwise each cut is a legal one
-near the call at which the plan cuts; the sum of the distances is minimal.
+near the call at which the plan cuts; the sum of the distances is minimal. If values would skip a stage, only one value
+crosses each cut.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph, *, all_connected: bool =
     cuts = Cuts(other)
     chosen = [stage.start for stage in plan.stages[1:]]
     if _calls(graph) != _calls(other) or not set(chosen) <= set(cuts.legal):
-        chosen = _nearest(_available(plan, graph), graph, other, cuts, chosen)
+        available, starts = _available(plan, graph), chosen
+        chosen = _nearest(available, graph, other, cuts, starts, cuts.legal)
+        crossing = cuts.boundaries(chosen)
+        if not all_connected and not {(a, b) for _, a, each in crossing for b in each} <= _forward(plan):
+            narrow = [position for position in cuts.legal if len(cuts.boundaries([position])) <= 1]
+            chosen = _nearest(available, graph, other, cuts, starts, narrow)
     edges = [0, *chosen, len(other.nodes)]
     stages = tuple(
         _moved(stage, other, start, stop, _units(stage, graph, other, cuts, start, stop))
@@ -120,13 +126,20 @@ def _state(node: Node) -> tuple[str, ...]:
     return (*node.parameters, *node.buffers, *node.buffers_written)
 
 
-def _nearest(available: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cuts, starts: Sequence[int]) -> list[int]:
+def _nearest(
+    available: Sequence[set[str]],
+    graph: Graph,
+    other: Graph,
+    cuts: Cuts,
+    starts: Sequence[int],
+    legal: Sequence[int],
+) -> list[int]:
     """Return the legal cuts nearest to the plan's with which no stage needs state that it does not have."""
     foreign = [_foreign(of_stage, other) for of_stage in available]
     # best[position]: (sum of distances, cuts) of the stages before a cut at ``position``
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for index, place in enumerate(_places(graph, other, starts)):
-        positions = sorted(cuts.legal, key=functools.partial(_distance, place))[:_NEAREST]
+        positions = sorted(legal, key=functools.partial(_distance, place))[:_NEAREST]
         extended: dict[int, tuple[int, list[int]]] = {}
         for position in positions:
             ways = [

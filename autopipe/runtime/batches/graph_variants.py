@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.errors import ArtifactError, AutopipeError, PlanError, RunError
 from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
@@ -158,7 +158,8 @@ class GraphVariants:
             self.training.append(self._load(name))
         except AutopipeError as error:
             what = f"what the model does for minibatch {step + 1} cannot run in these stages: {error.what}"
-            raise RunError(what, where=error.where, remedy=error.remedy or KEEP) from error
+            remedy = f"plan fewer stages (--gpus), or {KEEP}" if isinstance(error, PlanError) else error.remedy or KEEP
+            raise RunError(what, where=error.where, remedy=remedy) from error
         text = f"generated stage code for what the model does for minibatch {step + 1}: stages/{name}"
         self.reporter.event("note", text=text)
         return name

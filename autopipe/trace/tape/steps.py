@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopipe.errors import AutopipeError, TraceError
@@ -55,8 +54,7 @@ class Steps:
                 with warnings.catch_warnings():  # torch misses the step of the optimizer
                     warnings.simplefilter("ignore")
                     self._scheduler.step()
-            with torch.no_grad():
-                self._workload.after_step(self._named, step)
+            self._workload.after_step(self._named, step)
         except Exception as error:
             what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             raise TraceError(
