@@ -29,6 +29,7 @@ from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, siz
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
+from autopipe.trace.state.start import Start
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.tape.tape import why_unknown
@@ -78,13 +79,16 @@ def capture(
         arguments = batch_size, allow_data_dependent, verify, lengths, others, state, place
         return _capture(of, model, *arguments, training=training)
 
+    def varying(inputs: tuple[Input, ...]) -> Capture:
+        return _with_numbers(workload, inputs, record, model)
+
     if training:
         try:
-            captured = record(workload, training=True) if numbers is None else _with_numbers(workload, numbers, record)
+            captured = record(workload, training=True) if numbers is None else varying(numbers)
         except TraceError as error:
             if numbers is not None or not error.of_state or not place.is_cpu:
                 raise
-            captured = _with_changing(workload, changing, record, error)
+            captured = _with_changing(changing, varying, error)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     opaque = workload.spec.opaque_modules
     with left_as_it_was(model):
@@ -193,22 +197,24 @@ def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str
 
 
 def _with_changing(
-    workload: Workload, changing: Callable[[], tuple[tuple[Input, ...] | None, str]], record: _Record, error: TraceError
+    changing: Callable[[], tuple[tuple[Input, ...] | None, str]],
+    varying: Callable[[tuple[Input, ...]], Capture],
+    error: TraceError,
 ) -> Capture:
     """Capture a model that changes state as it is for the first microbatch. Raises: ``error``, with why not."""
     numbers, why = changing()
     try:
         if numbers is not None:
-            return _with_numbers(workload, numbers, record)
+            return varying(numbers)
     except TraceError as refusal:
         why = refusal.what
     error.remedy += f"; running its Python for each microbatch is not possible: {why}" if why else ""
     raise error
 
 
-def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record) -> Capture:
+def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record, model: nn.Module) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
-    captured = record(WithNumbers(workload, numbers), training=True)
+    captured = record(WithNumbers(workload, numbers, Start(workload, model).restore), training=True)
     names = {entry.name for entry in numbers}
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
     divides = any(node.name in names and node.users for node in divisor)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -144,13 +145,14 @@ class _FirstValues(TorchFunctionMode):
 class WithNumbers:
     """A workload whose changing numbers are inputs: with them, model and loss are functions of the batch.
 
-    Its Python may make other calls, too, for some batches.
+    Its Python may make other calls, too, for some batches. ``begin``: puts it back to where it makes those of the first
+    one; called before each run.
     """
 
     varies = True
 
-    def __init__(self, workload: Workload, inputs: tuple[Input, ...]) -> None:
-        self._workload, self.numbers = workload, inputs
+    def __init__(self, workload: Workload, inputs: tuple[Input, ...], begin: Callable[[], None] = lambda: None) -> None:
+        self._workload, self.numbers, self.begin = workload, inputs, begin
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
@@ -161,5 +163,7 @@ class WithNumbers:
 
     def loss(self, model: nn.Module, item: Item) -> tuple[Tensor, Tensor | None]:
         """Return the loss of a batch with the first values of the numbers."""
+        if not any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+            self.begin()  # ``follow`` does before the tensors of the model are fakes
         with _FirstValues(self.numbers):
             return self._workload.loss(model, item)

@@ -97,6 +97,8 @@ def follow(
     """
     from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
 
+    if getattr(workload, "varies", False):
+        workload.begin()  # type: ignore[attr-defined]  # of ``numbers.WithNumbers``
     leaves = workload.leaves(item)
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
     if not sized:

@@ -1,4 +1,4 @@
-"""Python numbers that change from step to step travel with the microbatches; whatever else changes is refused."""
+"""Python numbers that change from step to step travel with the microbatches; other calls are recorded as they run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,26 @@ def scheduler(optimizer):
         "self.k = 0", "self.k += 1\n        for block in self.h: x = block(x) * (0.9 + 0.001 * self.k)"
     ),
 }  # fmt: skip
-REFUSED = {
+OTHER_CALLS = {
     "another branch": net("self.k = 0", "self.k += 1\n        if self.k % 2: x = x * 0.5"),
     "another type": net("self.k = 0", "self.k += 1\n        x = x * (2 if self.k % 2 else 0.5)"),
     "a slice": net("self.k = 0", "self.k += 1\n        x = x + x[:, : 1 + self.k % 2].sum(1, keepdim=True)"),
-    "a layer's setting": net("self.d = nn.Dropout(0.1)", "self.d.p = min(0.5, self.d.p + 0.01)\n        x = self.d(x)"),
+    "a layer's setting that ends": net(
+        "self.d = nn.Dropout(0.1)", "self.d.p = max(0.0, self.d.p - 0.01)\n        x = self.d(x)"
+    ),
+    "a layer that is added": net(
+        "self.k = 0; self.new = Block()", "self.k += 1\n        if self.k > 9: x = self.new(x)"
+    ),
+    "a layer that is frozen and thawed": net(
+        "self.k = 0", "self.k += 1\n        self.h[0].requires_grad_(self.k % 5 > 1)"
+    ),
+    "the number of the step": """
+STEP = [0]
+
+def after_step(named_parameters, step):
+    STEP[0] = step
+
+""" + net("pass", "x = x * 0.9 ** STEP[0] if STEP[0] > 3 else x"),
     "a number, and what a scheduler sets": "FACTOR = [1.0]\n" + net(
         "self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k * FACTOR[0]"
     ) + """
@@ -48,6 +63,8 @@ def lower(step):
 def scheduler(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
 """,
+}  # fmt: skip
+REFUSED = {
     "a number, and what the optimizer sets": "FACTOR = [1.0]\n" + net(
         "self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k * FACTOR[0]"
     ) + """
@@ -76,7 +93,7 @@ Net.part = part
         "k = int(open('number').read()) + 1\n        open('number', 'w').write(str(k))\n        x = x * (1 + 0.01 * k)",
     ),
 }  # fmt: skip
-LATE = {
+LATE_CALLS = {
     "a dropout that ends": net("self.k = 0", "self.k += 1\n        x = F.dropout(x, 0.1 - 0.0004 * min(self.k, 250))"),
     "a type that changes": net(
         "self.k = 0", "self.k += 1\n        x = x * (1.5 + self.k / 300 if self.k < 260 else 2)"
@@ -92,14 +109,21 @@ def test_numbers_that_change_train_as_in_a_plain_loop(name: str) -> None:
     assert not result["why"].startswith("0 numbers")
 
 
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_train_as_in_a_plain_loop(name: str) -> None:
+    result = row(BASE + OTHER_CALLS[name], 20, 2)
+    assert result["kind"] == "equal", result
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_more_than_numbers_is_refused_as_before(name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_known_is_refused(name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(str(tmp_path))
     result = row(BASE + REFUSED[name], 20, 2)
     assert result["kind"] == "refused", result
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_what_changes_after_the_first_minibatches_ends_the_run(name: str) -> None:
-    result = row(BASE + LATE[name], 150, 2)
-    assert result["kind"] == "stopped", result
+@pytest.mark.parametrize("name", LATE_CALLS)
+def test_other_calls_after_the_first_minibatches_train_as_in_a_plain_loop(name: str) -> None:
+    result = row(BASE + LATE_CALLS[name], 150, 2)
+    assert result["kind"] == "equal", result
+    assert "2 sequences" in result["why"]
