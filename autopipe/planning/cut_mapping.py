@@ -9,10 +9,11 @@ crosses each cut.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopipe.errors import PlanError
@@ -37,12 +38,11 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph, *, all_connected: bool =
     cuts = Cuts(other)
     chosen = [stage.start for stage in plan.stages[1:]]
     if _calls(graph) != _calls(other) or not set(chosen) <= set(cuts.legal):
-        available, starts = _available(plan, graph), chosen
-        chosen = _nearest(available, graph, other, cuts, starts, cuts.legal)
-        crossing = cuts.boundaries(chosen)
-        if not all_connected and not {(a, b) for _, a, each in crossing for b in each} <= _forward(plan):
-            narrow = [position for position in cuts.legal if len(cuts.boundaries([position])) <= 1]
-            chosen = _nearest(available, graph, other, cuts, starts, narrow)
+        nearest = functools.partial(_nearest, _available(plan, graph), graph, other, cuts, chosen)
+        chosen = nearest(cuts.legal)
+        if not all_connected and not _pairs(cuts.boundaries(chosen)) <= _forward(plan):
+            with contextlib.suppress(PlanError):
+                chosen = nearest([position for position in cuts.legal if len(cuts.boundaries([position])) <= 1])
     edges = [0, *chosen, len(other.nodes)]
     stages = tuple(
         _moved(stage, other, start, stop, _units(stage, graph, other, cuts, start, stop))
@@ -202,7 +202,11 @@ def _check_edges(plan: Plan, graph: Graph, moved: Plan, other: Graph) -> None:
 
 
 def _forward(plan: Plan) -> set[tuple[int, int]]:
-    return {(boundary.producer, consumer) for boundary in plan.boundaries for consumer in boundary.consumers}
+    return _pairs((boundary.value, boundary.producer, boundary.consumers) for boundary in plan.boundaries)
+
+
+def _pairs(boundaries: Iterable[tuple[str, int, Sequence[int]]]) -> set[tuple[int, int]]:
+    return {(producer, consumer) for _, producer, consumers in boundaries for consumer in consumers}
 
 
 def _backward(plan: Plan, graph: Graph) -> set[tuple[int, int]]:

@@ -25,8 +25,7 @@ from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.tape.backward import Inner
 from autopipe.trace.tape.entries import Entry, Origins
 from autopipe.trace.tape.keys import Key, Keys, Value
-from autopipe.trace.tape.results import OWN, built, form_of, forms_of, is_held, is_rebuilt
-from autopipe.trace.tape.unknown import Unknown
+from autopipe.trace.tape.results import OWN, Unknown, built, form_of, forms_of, is_held, is_rebuilt
 
 
 class Reading:

@@ -1,7 +1,8 @@
-"""Results of calls: their form, and whether the user's code keeps one."""
+"""Results of calls: their form, whether the user's code keeps one, and a number that only a stage knows."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from autopipe.trace.explain import unsupported
+from autopipe.trace.state.refusal import KEEP
 
 
 def forms_of(values: Iterable[Tensor]) -> list[tuple[Any, ...]]:
@@ -77,3 +81,25 @@ def built(form: Any, touched: Sequence[Tensor], results: Sequence[Tensor]) -> An
     if kind in (tuple, list) or not hasattr(kind, "_fields"):
         return kind(entries)
     return tuple.__new__(kind, entries)
+
+
+class Unknown:
+    """A number that only a stage knows. It can be printed, and nothing else."""
+
+    def __init__(self, noting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._noting = noting
+
+    def __str__(self) -> str:
+        return "?"
+
+    def __format__(self, form: str) -> str:
+        return "?"
+
+    def _refuse(self, *_: object) -> Any:
+        with self._noting():
+            raise unsupported("how often a tensor was written (_version) is read", KEEP)
+
+    __repr__ = __str__
+    __lt__ = __gt__ = __le__ = __ge__ = __eq__ = __ne__ = __hash__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = _refuse
+    __int__ = __index__ = __float__ = _refuse

@@ -39,11 +39,10 @@ from autopipe.trace.strategies import EXPORT
 from autopipe.trace.tape.backward import Inner, reads_more_than_its_arguments, run_backward
 from autopipe.trace.tape.entries import Entry, Origins
 from autopipe.trace.tape.keys import Contents, Keys
-from autopipe.trace.tape.live import LiveModel
+from autopipe.trace.tape.live import LiveModel, Steps
 from autopipe.trace.tape.programs import CONSTANT, first_difference
 from autopipe.trace.tape.reading import Reading
 from autopipe.trace.tape.results import OWN, forms_of, is_held
-from autopipe.trace.tape.steps import Steps
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
 
