@@ -51,7 +51,7 @@ def samples() -> list[tuple[str, int, float, float, float]]:
         times = []
         for _ in range(_MANY):
             start = time.process_time()
-            difference = tape.run(part, graph, sizes)
+            difference = tape.run(part, {"": (graph, sizes)})
             times.append(1000 * (time.process_time() - start))
             assert difference is None, (name, difference)
         rows.append((name, len(graph.nodes), times[0], times[1], statistics.median(times[2:])))

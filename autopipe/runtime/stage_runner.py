@@ -263,7 +263,7 @@ class StageRunner:
         microbatch = self.in_flight.pop(key)
         roots, starts = self._starts(microbatch, gradients)
         if roots and self.recompute == "block":
-            with self._recomputing_units(microbatch):
+            with self._recomputing_units(microbatch), self._untrained(microbatch.variant):
                 torch.autograd.backward(roots, starts)  # None means ones
         elif roots:
             torch.autograd.backward(roots, starts)

@@ -20,7 +20,7 @@ class Entry:
     """
 
     __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "forms", "inner", "is_node",
-                 "key", "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
+                 "key", "moves", "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
 
     def __init__(self, key: Key = (), name: str = "") -> None:
         self.key, self.name = key, name
@@ -37,6 +37,7 @@ class Entry:
         self.nodes: tuple[dict[str, Any], ...] = ()  # metadata of the nodes that it became
         self.is_node = False  # whether it became a node of the graph
         self.again = False  # it runs on fakes each time
+        self.moves = False  # its fakes know their numbers, which a number that changes gives
         self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it
         self.origin: Hashable | None = None  # what identifies its result, if it depends on nothing but constants
         self.num_runs = 0  # of the beginning: recorded runs that began here

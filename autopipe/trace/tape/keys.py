@@ -69,6 +69,7 @@ class Keys:
         self._numbers: dict[int, Value] = {}
         self._alive: list[Any] = []  # ids are unique only among live objects
         self._aliases: list[Any] = []
+        self.trained: dict[str, bool] = {}  # parameters that were read -> whether they required a gradient then
 
     def add(self, values: list[Tensor]) -> None:
         """Give the next numbers to new values."""
@@ -167,8 +168,8 @@ class Keys:
             return number
         name = self.number(value)
         if name is not None:
-            fake = self._live.fake[str(name)]
-            return (name, fake.requires_grad)
+            self.trained[str(name)] = requires_grad = self._live.fake[str(name)].requires_grad
+            return (name, requires_grad)
         if isinstance(value, FakeTensor):
             return ("kept", self._origin(value) or object())  # without an origin, it equals nothing
         return self._content(value)

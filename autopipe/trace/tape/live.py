@@ -91,10 +91,6 @@ class LiveModel(FakedModel):
             attributes["_flat_weights"] = [None if w is None else self.of_real.get(id(w), w) for w in weights]
         return self
 
-    def forget_writes(self) -> None:
-        """Accept what was written to parameters and buffers since the last run."""
-        self._known = None
-
     def _begin(self) -> None:
         self.names, self.aliases = first_names(self.model)
         for table in (self.state, self.of_real, self.fake, self._real):
@@ -126,7 +122,7 @@ class LiveModel(FakedModel):
 
 
 class Steps:
-    """The ``scheduler`` and ``after_step`` hooks between two minibatches, without weights.
+    """The ``after_step`` and ``scheduler`` hooks between two minibatches, without weights.
 
     They may set what the next forward reads. Their own effects on a training are left to the ranks. ``why_not``: why
     what they do cannot be known; "" if it can.
@@ -134,42 +130,49 @@ class Steps:
 
     def __init__(self, workload: Workload, model: nn.Module) -> None:
         """Build the optimizer and the scheduler, as a plain loop does before its first minibatch."""
-        self._workload, self._count = workload, 0
-        self._named = [*model.named_parameters()]
+        self._workload, self._model, self._count = workload, model, 0
         self._scheduler: Any = None
+        self._has_hook = "after_step" in workload.hooks
         self.why_not = ""
         try:
-            optimizer = workload.optimizer(self._named)
-            scheduler = None if optimizer is None else workload.scheduler(optimizer)
+            optimizer = workload.optimizer([*model.named_parameters()])
+            self._scheduler = None if optimizer is None else workload.scheduler(optimizer)
         except Exception as error:
             self.why_not = f"the optimizer or the scheduler fails without the weights ({type(error).__name__})"
             return
         if optimizer is not None and not is_of_torch(optimizer):
             self.why_not = "the optimizer is not one of torch's, or calls functions of yours"
-        elif scheduler is not None and optimizer is not None and not is_of_torch(optimizer, scheduler):
-            self._scheduler = scheduler
-        if self.runs_own_code and workload.spec.precision == _HALF:
+            return
+        own = self._has_hook or (optimizer is not None and not is_of_torch(optimizer, self._scheduler))
+        if own and workload.spec.precision == _HALF:
             self.why_not = "in fp16, only the ranks know after which minibatches the scheduler and after_step run"
 
-    @property
-    def runs_own_code(self) -> bool:
-        """Whether a step runs code that is not torch's."""
-        return self._scheduler is not None or "after_step" in self._workload.hooks
-
     def run(self) -> None:
-        """Run the hooks after a minibatch. Raises: TraceError if they fail without the weights."""
+        """Run the hooks after a minibatch. Raises: TraceError if they read the values of parameters, or fail."""
         step, self._count = self._count, self._count + 1
-        if not self.runs_own_code:
-            return
         try:
+            if self._has_hook:
+                self._run_hook(step)
             if self._scheduler is not None:
                 with warnings.catch_warnings():  # torch misses the step of the optimizer
                     warnings.simplefilter("ignore")
                     self._scheduler.step()
-            self._workload.after_step(self._named, step)
         except Exception as error:
             what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             raise TraceError(
-                f"the scheduler or after_step fails without the weights: {what}",
-                remedy="do not read the values of parameters there, or do not let it set what the forward reads",
+                f"the scheduler or after_step fails without the values of parameters: {what}",
+                remedy="do not read them there, or do not let the hook set what the forward reads",
             ) from error
+
+    def _run_hook(self, step: int) -> None:
+        """Call ``after_step`` with fakes of the parameters; it may freeze some."""
+        named = [*self._model.named_parameters()]
+        with FakeTensorMode(allow_non_fake_inputs=True):  # without symbols: no number of a fake is known
+            fakes = [
+                nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype), requires_grad=p.requires_grad)
+                for _, p in named
+            ]
+            self._workload.after_step([(name, fake) for (name, _), fake in zip(named, fakes, strict=True)], step)
+        for (_, parameter), fake in zip(named, fakes, strict=True):
+            if parameter.requires_grad != fake.requires_grad:
+                parameter.requires_grad_(fake.requires_grad)

@@ -42,6 +42,7 @@ class Reading:
         self._waiting: list[tuple[Entry | None, Any, Any]] = []
         self._new: list[tuple[Entry, list[tuple[Any, ...]]]] = []  # calls in the graph, and the forms of their results
         self._identities: dict[Hashable, Hashable] = {}  # of values that depend on constants only
+        self._moving: set[Hashable] = set()  # values that a number which changes gives: their fakes know the numbers
 
     def call(self, call: Running) -> Any:
         """Return the result of a call of the forward."""
@@ -102,7 +103,8 @@ class Reading:
             entry = None if self.records else self.at.next.get(key)
             if entry is not None:
                 self.at = entry
-                return entry.answer
+                moves = self.keys.number(args[0]) in self._moving
+                return self.recorder.answers.fixed_number(name, args) if moves else entry.answer
             if not self.records and any(
                 other.name == name and other.answer is NOT_FIXED for other in self.at.next.values()
             ):
@@ -206,11 +208,19 @@ class Reading:
             or not is_rebuilt(result)
         )
         entry.form = form_of(result, touched, lambda value: keys.number(value) is not None, entry.results)
+        if any(type(part) is Lifted or (type(part) is Value and part in self._moving) for part in entry.key):
+            entry.moves = any(getattr(value, "constant", None) is not None for value in entry.results)
+            entry.again = entry.again or entry.moves
         keys.add(entry.results)
+        self._note_moving(entry, entry.results)
         self._identify(entry, call, performed.changed)
         self._new.append((entry, forms_of(entry.results)))
         self._add(entry)
         return result
+
+    def _note_moving(self, entry: Entry, results: list[Tensor]) -> None:
+        if entry.moves:
+            self._moving.update(map(self.keys.number, results))
 
     def _add(self, entry: Entry) -> None:
         self.at.next[entry.key] = entry
@@ -315,6 +325,7 @@ class Reading:
             raise unsupported(f"{call.name} returns tensors of another form than in an earlier call", "")
         entry.results = results
         self.keys.add(results)
+        self._note_moving(entry, results)
         if entry.origin is not None:
             self.origins.add(results[0], entry)
         return built(entry.form, [*tensors_in((call.args, call.kwargs)), *call.state, *call.silent], results)
@@ -328,6 +339,9 @@ class Reading:
         """
         if self.failure is not None:
             raise self.failure
+        for name, trained in self.keys.trained.items():
+            if self.recorder.faked_model.fake[name].requires_grad != trained:
+                raise unsupported(f"requires_grad of {name} is set after it was read", "set it before the first read")
         if end not in self.at.ends:
             self.record()
         self._waiting = []

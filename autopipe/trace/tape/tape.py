@@ -95,7 +95,6 @@ class Tape:
         from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
 
         self.workload, self.model, self.numbers, self.varies = workload, model, numbers, varies
-        self.steps = Steps(workload, model) if varies else None
         self.values: dict[str, Any] = {}  # of ``numbers``, in the latest run; the first value of one that it lacks
         self.followed = ""  # the name of the stage code that does what the latest run did
         self.seen: dict[Call, list[tuple[int, Any]]] | None = None  # receives the numbers in all calls of a run
@@ -105,6 +104,7 @@ class Tape:
         self.follows_backward = True  # the user's Python of the backward pass can run on fakes
         self._shape_env = FollowingShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
+        self.steps = Steps(workload, model) if varies else None
         self._live = LiveModel(model, self._mode, _CPU)
         self._roots: dict[Hashable, Entry] = {}
         self._contents, self._origins = Contents(), Origins()
@@ -163,9 +163,8 @@ class Tape:
 
     def after_minibatch(self) -> None:
         """Run the user's Python between two minibatches, if the model varies. Raises: TraceError."""
-        if self.steps is not None and self.steps.runs_own_code:
+        if self.steps is not None:
             self.steps.run()
-            self._live.forget_writes()
 
     def _root(self, item: Item, leaves: Mapping[str, Tensor], *, compared: bool) -> Entry:
         # numbers and text in the batch need no root of their own: a call that reads one has it in its key

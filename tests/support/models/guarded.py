@@ -164,7 +164,7 @@ def first_difference(path: Path, graph: Any, steps: int, parts: int) -> tuple[tu
         sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
         start = time.process_time()
         try:
-            difference = tape.run(part, graph, sizes)
+            difference = tape.run(part, {"": (graph, sizes)})
         except AutopipeError as error:
             return None, f"not compared: {error.what}", 0.0
         times.append(1000 * (time.process_time() - start))

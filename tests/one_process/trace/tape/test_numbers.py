@@ -22,6 +22,9 @@ def loss(output, target):
     "a generator of its own": net("self.coin = random.Random(0)", "x = x * self.coin.random()"),
     "numpy's generator of its own": net("self.coin = np.random.default_rng(0)", "x = x * self.coin.random()"),
     "a number that becomes a tensor": net("self.k = 0", "self.k += 1\n        x = x * torch.tensor(0.1 * self.k)"),
+    "a number of a tensor without dimensions": net(
+        "self.k = 0", "self.k += 1\n        x = x * ((torch.tensor(float(self.k)) * 3 + 1) / 50).item()"
+    ),
     "a number that the build draws": net(
         "self.k, self.phase = 0, torch.rand(1).item()", "self.k += 1\n        x = x * (1 + 0.01 * self.k * self.phase)"
     ),
@@ -35,6 +38,9 @@ def scheduler(optimizer):
 }  # fmt: skip
 OTHER_CALLS = {
     "another branch": net("self.k = 0", "self.k += 1\n        if self.k % 2: x = x * 0.5"),
+    "a branch by a tensor without dimensions": net(
+        "self.k = 0", "self.k += 1\n        if float(torch.tensor(0.1 * self.k) * 2) > 3: x = torch.tanh(x)"
+    ),
     "another type": net("self.k = 0", "self.k += 1\n        x = x * (2 if self.k % 2 else 0.5)"),
     "a slice": net("self.k = 0", "self.k += 1\n        x = x + x[:, : 1 + self.k % 2].sum(1, keepdim=True)"),
     "a layer's setting that ends": net(

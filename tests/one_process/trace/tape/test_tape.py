@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def run(tape: Tape, workload: Workload, part: Any, graph: Any) -> Difference | None:
     leaves = workload.leaves(part)
-    return tape.run(part, graph, {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols})
+    return tape.run(part, {"": (graph, {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols})})
 
 
 def reported(text: str, folder: Path, steps: int = 8) -> tuple[tuple[int, int] | None, str]:
