@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autopipe.commands.changing import changing
+from autopipe.commands.changing import changing, with_homes
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.commands.trusted_code import refuse_untrusted
@@ -92,16 +92,20 @@ def load_model(
         work.notes.append(_PLACEHOLDERS)
 
     def captured_now() -> Capture:
-        return capture(
+        return with_homes(
+            capture(
+                workload,
+                model=built,
+                allow_data_dependent=settings.allow_data_dependent,
+                verify=verify and not settings.estimate,
+                lengths=stored is None or len(stored.graph.symbols) > 1,
+                state=state,
+                changing=lambda: changing(workload),
+                numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
+                device=torch.device(proven_on),
+            ),
             workload,
-            model=built,
-            allow_data_dependent=settings.allow_data_dependent,
-            verify=verify and not settings.estimate,
-            lengths=stored is None or len(stored.graph.symbols) > 1,
-            state=state,
-            changing=lambda: changing(workload),
-            numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
-            device=torch.device(proven_on),
+            None if stored is None else stored.graph,
         )
 
     try:

@@ -32,6 +32,7 @@ from autopipe.trace.state.snapshots.settings import SETTINGS
 from autopipe.trace.state.start import Start
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
+from autopipe.trace.tape.survey import Survey
 from autopipe.trace.tape.tape import why_unknown
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
@@ -52,7 +53,7 @@ def capture(
     training: bool = True,
     others: Sequence[Item] | None = None,
     state: bool = True,
-    changing: Callable[[], tuple[tuple[Input, ...] | None, str]] = lambda: (None, ""),
+    changing: Callable[[], Survey] = lambda: Survey(None),
     numbers: tuple[Input, ...] | None = None,
     device: torch.device = CPU,
 ) -> Capture:
@@ -197,12 +198,12 @@ def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str
 
 
 def _with_changing(
-    changing: Callable[[], tuple[tuple[Input, ...] | None, str]],
+    changing: Callable[[], Survey],
     varying: Callable[[tuple[Input, ...]], Capture],
     error: TraceError,
 ) -> Capture:
     """Capture a model that changes state as it is for the first microbatch. Raises: ``error``, with why not."""
-    numbers, why = changing()
+    numbers, why, _ = changing()
     try:
         if numbers is not None:
             return varying(numbers)

@@ -69,7 +69,9 @@ class Keys:
         self._numbers: dict[int, Value] = {}
         self._alive: list[Any] = []  # ids are unique only among live objects
         self._aliases: list[Any] = []
-        self.trained: dict[str, bool] = {}  # parameters that were read -> whether they required a gradient then
+        # parameters that were read, but for ``requires_grad_`` -> whether they required a gradient then
+        self.trained: dict[str, set[bool]] = {}
+        self._sets = False  # the key is that of such a call
 
     def add(self, values: list[Tensor]) -> None:
         """Give the next numbers to new values."""
@@ -103,6 +105,7 @@ class Keys:
     def of(self, target: Any, modes: tuple[Any, ...], *arguments: Any) -> Key:
         """Return the key of a call. Raises: TraceError for an argument that cannot be compared."""
         key: list[Any] = [target, *modes]
+        self._sets = target is Tensor.requires_grad_
         for argument in arguments:
             if argument:
                 self._walk(argument, key)
@@ -168,7 +171,9 @@ class Keys:
             return number
         name = self.number(value)
         if name is not None:
-            self.trained[str(name)] = requires_grad = self._live.fake[str(name)].requires_grad
+            requires_grad = self._live.fake[str(name)].requires_grad
+            if not self._sets:
+                self.trained.setdefault(str(name), set()).add(requires_grad)
             return (name, requires_grad)
         if isinstance(value, FakeTensor):
             return ("kept", self._origin(value) or object())  # without an origin, it equals nothing

@@ -340,7 +340,7 @@ class Reading:
         if self.failure is not None:
             raise self.failure
         for name, trained in self.keys.trained.items():
-            if self.recorder.faked_model.fake[name].requires_grad != trained:
+            if trained != {self.recorder.faked_model.fake[name].requires_grad}:
                 raise unsupported(f"requires_grad of {name} is set after it was read", "set it before the first read")
         if end not in self.at.ends:
             self.record()

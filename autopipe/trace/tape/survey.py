@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from autopipe.errors import TraceError
-from autopipe.ir.graph import Input, Number
+from autopipe.ir.graph import Graph, Input, Number
 from autopipe.trace.numbers import Call, kind_of, spec_of
+from autopipe.trace.result import Capture
 from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
 
@@ -30,43 +31,67 @@ _MOST_NUMBERS = 64
 _LARGEST = 1 << 62
 
 
-def changing_numbers(workload: Workload, model: nn.Module) -> tuple[tuple[Input, ...] | None, str]:
-    """Return the inputs for the numbers that change, and "". If something changes that cannot: None and the reason."""
+class Survey(NamedTuple):
+    """What changes. ``numbers``: as inputs of the graph; None if something changes that cannot, with ``why``.
+
+    ``others``: graphs of other calls that read parameters or buffers which those of the first microbatch do not, those
+    that read most of them first.
+    """
+
+    numbers: tuple[Input, ...] | None
+    why: str = ""
+    others: tuple[Graph, ...] = ()
+
+
+def survey(workload: Workload, model: nn.Module) -> Survey:
+    """Run the first minibatches, and return what forward and loss do otherwise in some of them."""
     tape = Tape(workload, model, varies=True)
     if tape.steps is not None and tape.steps.why_not:
-        return None, tape.steps.why_not
+        return Survey(None, tape.steps.why_not)
     first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the first numbers of its calls
-    recorded: dict[Any, int] = {}  # form -> how many inputs there were when a run did something new
-    count = 0  # sequences of calls
+    graphs: dict[Any, list[Graph]] = {}  # form -> its sequences of calls
     deadline = time.monotonic() + _MOST_SECONDS
     for run, (part, is_last) in zip(range(_MOST_RUNS), _microbatches(workload), strict=False):
+        form = tuple((name, leaf.dtype, leaf.shape) for name, leaf in workload.leaves(part).items())
+        known = graphs.setdefault(form, [])
         tape.seen = {}
         try:
-            difference = tape.run(part, None)
+            difference = tape.run(part, {str(i): (graph, {}) for i, graph in enumerate(known)}, _adding(known))
             if is_last:
                 tape.after_minibatch()
         except TraceError as error:
-            return None, error.what
+            return Survey(None, error.what)
         if difference is not None:
             if difference.is_raised and run >= _FIRST_RUNS:
                 break  # plain training raises it, too, if it comes so far
-            return None, f"more than numbers changes: {difference.now}"
-        form = tuple((name, leaf.dtype, leaf.shape) for name, leaf in workload.leaves(part).items())
+            return Survey(None, f"more than numbers changes: {difference.now}")
         before = first.setdefault(form, {})
         for call, numbers in tape.seen.items():
             before.setdefault(call, numbers)
-        new = _changed(before, tape.seen, tape.numbers)
-        count += tape.recorded and not new and recorded.get(form, len(tape.numbers)) == len(tape.numbers)
-        if tape.recorded:
-            recorded[form] = len(tape.numbers)
-        tape.numbers += new
-        if count > MOST_CALLS:
-            return None, f"it makes more than {MOST_CALLS} other sequences of calls in {run + 1} microbatches"
+        if new := _changed(before, tape.seen, tape.numbers):
+            tape.numbers += new
+            graphs.clear()
+        if sum(len(each) - 1 for each in graphs.values()) > MOST_CALLS:
+            return Survey(None, f"it makes more than {MOST_CALLS} other sequences of calls in {run + 1} microbatches")
         if len(tape.numbers) > _MOST_NUMBERS or time.monotonic() > deadline:
             break
     if len(tape.numbers) > _MOST_NUMBERS:
-        return None, f"more than {_MOST_NUMBERS} numbers change"
-    return tape.numbers, ""
+        return Survey(None, f"more than {_MOST_NUMBERS} numbers change")
+    every = [graph for each in graphs.values() for graph in each]
+    others = [graph for graph in every if not _state(graph) <= _state(every[0])]
+    return Survey(tape.numbers, "", tuple(sorted(others, key=lambda graph: -len(_state(graph)))))
+
+
+def _adding(known: list[Graph]) -> Callable[[Capture], str]:
+    def add(captured: Capture) -> str:
+        known.append(captured.graph)
+        return str(len(known) - 1)
+
+    return add
+
+
+def _state(graph: Graph) -> set[str]:
+    return {name for node in graph.nodes for name in (*node.parameters, *node.buffers, *node.buffers_written)}
 
 
 def _microbatches(workload: Workload) -> Iterator[tuple[Item, bool]]:

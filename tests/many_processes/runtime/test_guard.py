@@ -113,5 +113,5 @@ def test_a_number_that_changes_travels_with_its_microbatch(commands: Commands) -
     assert [*losses(commands.folder / "run").values()] == [float(value) for value in expected]
     for refused in (("--audit-every", "2"), ("--data-reader", "each")):
         _, stderr = commands.run(*words, *refused, code=1)
-        assert "numbers of the model's Python change from step to step" in stderr
+        assert "the model's Python changes what forward and loss do from step to step" in stderr
     assert_no_process_is_left(commands.folder)

@@ -98,6 +98,22 @@ def test_other_calls_are_equal_to_plain_training(commands: Commands) -> None:
     assert "def forward" in (commands.folder / "run" / "stages" / "variant_1" / "stage_0.py").read_text()
     out, _ = commands.run("check", "model.py", "--steps", "16")
     assert "equal to plain training, to the last bit" in out
+    out, _ = commands.run("check", "model.py", "--steps", "6", "--schedule", "gpipe", "--recompute", "always")
+    assert "equal to plain training, to the last bit" in out
+
+
+def test_a_layer_of_a_later_step_is_on_the_stage_that_needs_it(commands: Commands) -> None:
+    late = MODEL.replace(
+        "        for index, block", "        x = self.late(x) if self.calls > 14 else x\n        for index, block"
+    )
+    late = late.replace(
+        "    def forward(self, x):\n        self.calls",
+        "        self.late = Block()\n\n    def forward(self, x):\n        self.calls",
+    )
+    (commands.folder / "model.py").write_text(late)
+    commands.run(*training(steps=6), "--replicas", "never")
+    out, _ = commands.run("check", "model.py", "--steps", "6")
+    assert "equal to plain training, to the last bit" in out
 
 
 def test_a_run_that_is_killed_and_resumed_makes_the_calls_of_one_that_was_not(commands: Commands) -> None:

@@ -16,7 +16,7 @@ from autopipe.trace.graph.replay import assemble, replay
 from autopipe.trace.numbers import tensors_of
 from autopipe.trace.tape import Tape
 from autopipe.trace.tape.programs import first_difference
-from autopipe.trace.tape.survey import changing_numbers
+from autopipe.trace.tape.survey import Survey, survey
 from autopipe.workload import LoadOptions, load_workload
 from support.models.guarded import _trained, in_child, microbatches, plainly
 
@@ -25,11 +25,11 @@ KEPT = ("node", "random", "grad", "autocast")
 
 def _numbers(path: Path) -> Any:
     workload = load_workload(LoadOptions(str(path)))
-    return changing_numbers(workload, built(workload))
+    return survey(workload, built(workload))[:2]
 
 
 def _graph(path: Path, numbers: Any) -> Any:
-    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: (numbers, "")).graph
+    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: Survey(numbers)).graph
 
 
 def _ours(path: Path, graph: Any, steps: int, parts: int) -> Any:

@@ -52,6 +52,33 @@ OTHER_CALLS = {
     "a layer that is frozen and thawed": net(
         "self.k = 0", "self.k += 1\n        self.h[0].requires_grad_(self.k % 5 > 1)"
     ),
+    "the rate that a scheduler of torch sets": """
+OPTIMIZER = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
+
+def optimizer(named_parameters):
+    OPTIMIZER[:] = [torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)]
+    return OPTIMIZER[0]
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4)
+
+""" + net("self.k = 0", "self.k += 1\n        x = x * (1 + OPTIMIZER[0].param_groups[0]['lr'])"),
+    "after_step that freezes, before the scheduler": """
+STEP, SEEN = [0], [0]
+
+def after_step(named_parameters, step):
+    STEP[0] = step
+    for name, parameter in named_parameters:
+        parameter.requires_grad_(step < 3 or "h.0" not in name)
+
+def lower(step):
+    SEEN[0] = STEP[0]
+    return 1.0
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
+
+""" + net("pass", "x = x * (1 + 0.01 * SEEN[0])"),
     "the number of the step": """
 STEP = [0]
 
@@ -71,6 +98,17 @@ def scheduler(optimizer):
 """,
 }  # fmt: skip
 REFUSED = {
+    "a number that after_step reads from a parameter": """
+FACTOR = [1.0]
+
+def after_step(named_parameters, step):
+    FACTOR[0] = float(named_parameters[0][1].detach().sum())
+
+""" + net("pass", "x = x * FACTOR[0]"),
+    "a parameter that is frozen after it was read": net(
+        "self.k = 0",
+        "self.k += 1\n        y = self.h[0](x)\n        self.h[0].requires_grad_(self.k % 3 > 0)\n        x = x + y",
+    ),
     "a number, and what the optimizer sets": "FACTOR = [1.0]\n" + net(
         "self.k = 0", "self.k += 1\n        x = x * 0.99 ** self.k * FACTOR[0]"
     ) + """
