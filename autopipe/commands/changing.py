@@ -19,6 +19,7 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.planning.cut_mapping import homes
 from autopipe.runtime.batches.guard import built
 from autopipe.trace.result import Capture
+from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.state.trying.isolation import isolated
 from autopipe.trace.tape.survey import Survey, survey
@@ -34,8 +35,16 @@ def changing(workload: Workload) -> Survey:
     """Return what a model's Python does otherwise from step to step, or why its model cannot be trained so."""
     if "split" in workload.hooks or workload.spec.team > 1:
         return Survey(None, "a team runs each stage" if workload.spec.team > 1 else "the split hook runs in the ranks")
+    if "after_step" in workload.hooks and _reads_requires_grad(workload.functions()["after_step"]):
+        return Survey(None, "after_step reads or sets requires_grad, which forward and loss may set beside the ranks")
     states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)
     return _changing(artifact.canonical(workload.spec), states)
+
+
+def _reads_requires_grad(hook: Any) -> bool:
+    code = getattr(hook, "__code__", None)
+    names = {name for each in with_inner(code) for name in each.co_names} if code is not None else {"requires_grad"}
+    return not names.isdisjoint(("requires_grad", "requires_grad_"))
 
 
 @functools.lru_cache(maxsize=8)

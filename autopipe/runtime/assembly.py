@@ -156,7 +156,7 @@ class RankAssembly:
             replayed=graph.recomputed_with,
             names=graph.aliases,
             cast_once=graph.cast_once,
-            distinguish_absent=any(node.opaque for node in graph.nodes),
+            distinguish_absent=graph.varies or any(node.opaque for node in graph.nodes),
             scaler=scaler,
             deferred=DeferredStatistics.of(stage) if self.job.deferred_batch_norm else None,
         )

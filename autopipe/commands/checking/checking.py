@@ -84,6 +84,8 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             prepared = covered(prepared, first_minibatches(prepared).forms, work, again, progress=progress)
         if settings.full_batch:
             refuse_varying(prepared.graph, "a full batch (--full-batch) would do something else than its microbatches")
+        if settings.deferred_batch_norm:
+            refuse_varying(prepared.graph, "its statistics cannot be deferred (--deferred-batch-norm)")
         if settings.compile:
             refuse_varying(prepared.graph, COMPILED)
             refuse_uncompilable(prepared.plan)

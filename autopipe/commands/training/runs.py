@@ -152,6 +152,11 @@ def _varying(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
         refuse_varying(prepared.graph, "an audit (--audit-every) does not run it")
     if settings.data_reader == "each":
         refuse_varying(prepared.graph, "only one process runs it (omit --data-reader each)")
+    if settings.deferred_batch_norm:
+        refuse_varying(prepared.graph, "its statistics cannot be deferred (--deferred-batch-norm)")
+    hooks = prepared.workload.stepping.has_scheduler or "after_step" in prepared.workload.hooks
+    if settings.on_nonfinite == "skip" and hooks:
+        refuse_varying(prepared.graph, "it does not see which steps are skipped (--on-nonfinite skip)")
     return replace(settings, data_reader="beside", audit_every=0, replay="all")
 
 

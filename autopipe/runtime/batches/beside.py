@@ -40,7 +40,7 @@ from autopipe.workload import Workload
 AHEAD = 3
 """Minibatches that are read before rank 0 needs them."""
 DOING = "reading the data and running the model's Python beside rank 0"
-INSTEAD = "if no numbers of the model's Python change, --data-reader one reads in rank 0, and compares nothing"
+INSTEAD = "if the model's Python does the same for each batch, --data-reader one reads in rank 0, and compares nothing"
 _WAIT_SECONDS = 1.0
 
 

@@ -125,7 +125,7 @@ class GraphVariants:
         shares = self._shares(item, read)
         self.weight = shares.total
         return [
-            Microbatch(placement.of(leaves), factor, part.sizes, part.recording)
+            Microbatch(placement.of(leaves, part.recording.graph.numbers), factor, part.sizes, part.recording)
             for (leaves, part), factor in zip(read, shares.factors, strict=True)
         ]
 
@@ -162,6 +162,9 @@ class GraphVariants:
             raise RunError(what, where=error.where, remedy=remedy) from error
         text = f"generated stage code for what the model does for minibatch {step + 1}: stages/{name}"
         self.reporter.event("note", text=text)
+        if self._count == self.job.max_shapes:
+            text = f"warning: the model did something else {self._count} times: each further time takes as long"
+            self.reporter.event("note", text=text)
         return name
 
     def _read(self, part: Any, *, training: bool, name: str | None = None) -> tuple[dict[str, torch.Tensor], _Part]:
@@ -206,7 +209,8 @@ class GraphVariants:
 
     def _divisors(self, item: Any, parts: Sequence[tuple[Mapping[str, torch.Tensor], _Part]]) -> Divisors | None:
         each, recording = [leaves for leaves, _ in parts], parts[0][1].recording
-        if self.workload.cuts_by_dimension(item):
+        differ = self.context.graph.varies and any(part.recording is not recording for _, part in parts)
+        if self.workload.cuts_by_dimension(item) and not differ:
             whole = self.workload.leaves(item) if recording.divisor is not None else {}
             return divisors_of(recording.divisor, whole, each)
         return divisors_of_parts([part.recording.divisor for _, part in parts], each)

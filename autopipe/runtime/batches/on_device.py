@@ -8,9 +8,11 @@ host wait, for the transfer alone: the next minibatch may overwrite it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+from autopipe.ir.graph import Input
 
 
 class Copies:
@@ -44,14 +46,18 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
 
 
 class LeavesOnGpu(Mapping[str, torch.Tensor]):
-    """The tensors of a microbatch, by name, each copied when it is read. ``host``: as they were read."""
+    """The tensors of a microbatch, by name, each copied when it is read. ``host``: as they were read.
 
-    def __init__(self, host: Mapping[str, torch.Tensor], copies: Copies) -> None:
-        self.host, self._copies = host, copies
+    ``numbers``: those whose value the stage code reads, which stay on the host, so that it need not wait for the GPU.
+    """
+
+    def __init__(self, host: Mapping[str, torch.Tensor], copies: Copies, numbers: frozenset[str]) -> None:
+        self.host, self._copies, self._numbers = host, copies, numbers
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a copy on the GPU."""
-        return self._copies.copy(self.host[name])
+        """Return a copy on the GPU; a number as it is."""
+        leaf = self.host[name]
+        return leaf if name in self._numbers else self._copies.copy(leaf)
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a tensor of this name, without a copy."""
@@ -73,10 +79,10 @@ class Placement:
         self._device = device
         self._copies = Copies(device) if device.type == "cuda" else None
 
-    def of(self, leaves: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors on the device. On a CPU, they are the same tensors."""
+    def of(self, leaves: Mapping[str, torch.Tensor], numbers: Iterable[Input] = ()) -> Mapping[str, torch.Tensor]:
+        """Return the tensors on the device, but for ``numbers``. On a CPU, they are the same tensors."""
         if self._copies is not None:
-            return LeavesOnGpu(leaves, self._copies)
+            return LeavesOnGpu(leaves, self._copies, frozenset(entry.name for entry in numbers))
         return {name: leaf.to(self._device) for name, leaf in leaves.items()}
 
 

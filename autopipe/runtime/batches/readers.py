@@ -209,7 +209,7 @@ class OneReads:
             name = fields.pop("recording")
             if name not in known:
                 raise InternalError(f"rank 0 follows a recording that this rank does not have: {name!r}")
-            leaves = self.placement.of(cut[j])
+            leaves = self.placement.of(cut[j], known[name].graph.numbers)
             microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
         return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
@@ -22,7 +22,7 @@ def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
     module whose tensors were replaced (``torch.func.functional_call``), because a stage would have the original module.
     """
     place = type(module).__module__
-    if isinstance(module, _CONTAINERS) or place.startswith("torch.nn.modules.transformer"):
+    if isinstance(module, CONTAINERS) or place.startswith("torch.nn.modules.transformer"):
         return False
     if not place.startswith(("torch.nn.", "torch.ao.nn.")):
         return False

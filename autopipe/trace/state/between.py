@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from autopipe.errors import TraceError
 from autopipe.trace.state.observing.observe import Ran
-from autopipe.trace.state.observing.reach import between_forwards
+from autopipe.trace.state.observing.reach import BACKWARD, between_forwards
 from autopipe.trace.state.reading.source import WHOLE, Key, owner_key, readers
-from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, refuse
+from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, KEEP, refuse
 from autopipe.trace.state.snapshots.snapshot import Snapshot
 from autopipe.users_code import is_package
 
@@ -57,6 +62,47 @@ def refuse_hooks(look: Look, last: Snapshot) -> None:
                         refuse(who, _name(key, last), [access], [read], INPUT)
 
 
+def refuse_reading_hooks(look: Look, last: Snapshot, data: dict[types.CodeType, Ran]) -> None:
+    """Refuse a function of the ranks between two forward passes that reads what data, forward or loss write.
+
+    For a model that varies: ranks run these functions, and not its data, forward and loss.
+    """
+    own = {code: ran for code, ran in data.items() if not is_package(code.co_filename)}
+    accesses = [access for _, access in look.accesses(last)]
+    accesses += [access for reader in readers(own, last) for access in reader.accesses()]
+    written = {key: access.where for access in accesses if access.kind != "read" for key in access.places}
+    for who, ran in (*between_forwards(look.model, look.hooks, look.ran), *_of_scheduler(look)):
+        if who == BACKWARD:  # it runs beside the ranks, too
+            continue
+        for function in ran.functions or ():
+            last.functions.setdefault(ran.code, function)
+        for reader in readers({ran.code: ran}, last):
+            for access in reader.accesses():
+                key = next((key for key in access.places if access.kind != "write" and key in written), None)
+                if key is not None:
+                    raise TraceError(
+                        f"{who} reads {_name(key, last)}, which data, forward or loss set: ranks run it without them",
+                        where=access.where,
+                        remedy=f"it is set at {written[key]}; {KEEP}",
+                    )
+
+
+def _of_scheduler(look: Look) -> Iterator[tuple[str, Ran]]:
+    """Yield the user's functions that the scheduler has been given, such as that of a LambdaLR."""
+    if "scheduler" not in look.hooks:
+        return
+    optimizer = look.workload.optimizer([*look.model.named_parameters()])
+    scheduler = None if optimizer is None else look.workload.scheduler(optimizer)
+    waiting, seen = [scheduler], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, types.FunctionType) and not is_package(value.__code__.co_filename):
+            yield "the scheduler", Ran(value.__code__, value.__globals__, functions=[value])
+        elif isinstance(value, LRScheduler) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += pytree.tree_leaves([*vars(value).values()])
+
+
 def _parts(look: Look, last: Snapshot) -> set[int]:
     """Return the ids of the parts of the model, and of other instances of its class that a global may hold."""
     whole = [owner for owner in last.owners.values() if type(owner) is type(look.model)]
@@ -72,4 +118,4 @@ def _is_torchs(owner: Any) -> bool:
     return type(owner).__module__.startswith("torch.")
 
 
-__all__ = ["refuse_data", "refuse_hooks"]
+__all__ = ["refuse_data", "refuse_hooks", "refuse_reading_hooks"]

@@ -18,7 +18,7 @@ from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.explain import failed_on_real_numbers
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import left_as_it_was
-from autopipe.trace.state.between import refuse_data, refuse_hooks
+from autopipe.trace.state.between import refuse_data, refuse_hooks, refuse_reading_hooks
 from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.drawing import refuse_later_items
 from autopipe.trace.state.observing.bytecode import constants
@@ -84,6 +84,8 @@ def refuse_changing_state(
                 refuse_hooks(look, last)
                 refuse_data(look, last, data or {})
                 refuse_later_items(look)
+            else:
+                refuse_reading_hooks(look, last, data or {})
             break
     return tuple(look.notes)
 
@@ -254,7 +256,7 @@ class Look:
         indices = changed_entries(place, second, last)
         keys = [(owner, place[1])] if indices is None else [(owner, index) for index in indices]
         is_tensor = isinstance(value_at(last.owners[place[0]], place[1]), Tensor)
-        accesses = [access for _, access in self._all(last) if any(meets(access, key) for key in keys)]
+        accesses = [access for _, access in self.accesses(last) if any(meets(access, key) for key in keys)]
         writes = [access for access in accesses if access.kind != "read"]
         read = next((read for key in keys if (read := self.really_read(key, last, set()))), None)
         if read is None and writes:
@@ -298,7 +300,7 @@ class Look:
                 self.notes.append(_NOT_TRIED.format(", ".join(probe.unknown[:_MOST_NAMES])))
             return
         owner, key = last.owners[place[0]], place[1]
-        writes = (a.where for _, a in self._all(last) if a.kind != "read" and meets(a, (owner_key(owner), key)))
+        writes = (a.where for _, a in self.accesses(last) if a.kind != "read" and meets(a, (owner_key(owner), key)))
         why = "the loss depends on it" if probe.is_repeatable else "two runs on the same batch have different losses"
         raise TraceError(
             f"{FORWARD} changes {last.names[place]}, and {why}: the model is not one fixed graph",
@@ -311,7 +313,7 @@ class Look:
         if key in seen:
             return None
         seen.add(key)
-        for reader, access in self._all(last):
+        for reader, access in self.accesses(last):
             if access.kind != "read" or not meets(access, key) or is_helper(reader):
                 continue
             if access.feeds is None:
@@ -346,7 +348,7 @@ class Look:
         readers = [Reader(ran, last) for ran in self.ran.values()]
         return [use for one in outer for reader in readers for use in reader.uses(one)]
 
-    def _all(self, last: Snapshot) -> list[tuple[Reader, Access]]:
+    def accesses(self, last: Snapshot) -> list[tuple[Reader, Access]]:
         """Return every access in the functions that ran, and in those that they call in branches not taken."""
         if self._accesses is None:
             self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]

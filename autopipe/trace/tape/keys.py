@@ -126,7 +126,10 @@ class Keys:
                         self._walk(value, key)
                     else:
                         key.append(id(value))
-            key += [part.training, *(p.requires_grad for p in part._parameters.values() if p is not None)]
+            parameters = [p for p in part._parameters.values() if p is not None]
+            key += [part.training, *(p.requires_grad for p in parameters)]
+            for parameter in parameters:
+                self.trained.setdefault(self._live.state.get(id(parameter), ""), set()).add(parameter.requires_grad)
         return tuple(key)
 
     def _walk(self, value: Any, key: list[Any]) -> None:

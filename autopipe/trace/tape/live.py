@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.record.faked_model import FakedModel, first_names
+from autopipe.trace.record.leaves import CONTAINERS
 from autopipe.trace.record.values import version_of
 from autopipe.trace.tape.backward import has_hooks, share_hooks
 from autopipe.workload import Workload
@@ -37,6 +38,17 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
             start = f"{path}." if path else ""
             waiting += [(start + name, part) for name, part in reversed(below.items()) if part is not None]
     return list(every.values())
+
+
+def settings_of(layer: nn.Module) -> str:
+    """Return the settings of a layer of torch as text, with the modes of its parts."""
+    return f"{layer!r} {[part.training for part in layer.modules()]}"
+
+
+def settings_of_layers(model: nn.Module) -> dict[str, str]:
+    """Return the settings of the layers of torch by path."""
+    layers = ((path, module) for path, module in modules_of(model) if type(module).__module__.startswith("torch."))
+    return {path: settings_of(layer) for path, layer in layers if not isinstance(layer, CONTAINERS)}
 
 
 class LiveModel(FakedModel):
@@ -143,8 +155,7 @@ class Steps:
         if optimizer is not None and not is_of_torch(optimizer):
             self.why_not = "the optimizer is not one of torch's, or calls functions of yours"
             return
-        own = self._has_hook or (optimizer is not None and not is_of_torch(optimizer, self._scheduler))
-        if own and workload.spec.precision == _HALF:
+        if (self._has_hook or self._scheduler is not None) and workload.spec.precision == _HALF:
             self.why_not = "in fp16, only the ranks know after which minibatches the scheduler and after_step run"
 
     def run(self) -> None:

@@ -7,7 +7,7 @@ other call on, the run is recorded as any capture is, and the caller compares th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,17 @@ from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.tape.backward import Inner
 from autopipe.trace.tape.entries import Entry, Origins
 from autopipe.trace.tape.keys import Key, Keys, Value
+from autopipe.trace.tape.live import settings_of
 from autopipe.trace.tape.results import OWN, Unknown, built, form_of, forms_of, is_held, is_rebuilt
 
 
 class Reading:
     """One run: ``recorder.tape``. ``records``: whether a call differed from the known ones."""
 
-    def __init__(self, root: Entry, recorder: Recorder, keys: Keys, origins: Origins) -> None:
+    def __init__(self, root: Entry, recorder: Recorder, keys: Keys, origins: Origins, built: Mapping[str, str]) -> None:
+        """``built``: the settings of the layers of torch that stages have, by path."""
         self.root, self.at, self.recorder, self.keys, self.origins = root, root, recorder, keys, origins
+        self._built = built
         self.records = not root.next and not root.ends
         self._is_first = not root.num_runs
         self._expected = False  # the running call raised an exception in an earlier run, too
@@ -176,6 +179,8 @@ class Reading:
     def _recorded(self, entry: Entry, call: Running, performed: Performed | None = None) -> Any:
         recorder, keys = self.recorder, self.keys
         self.performed += 1
+        if isinstance(call.target, nn.Module) and self._built.get(call.name, "") not in ("", settings_of(call.target)):
+            raise unsupported(f"the settings of {call.name} change", "set them where the model is built")
         self._recall((call.args, call.kwargs))
         before = forms_of(tensors_in((call.args, call.kwargs)))
         try:
@@ -340,7 +345,7 @@ class Reading:
         if self.failure is not None:
             raise self.failure
         for name, trained in self.keys.trained.items():
-            if trained != {self.recorder.faked_model.fake[name].requires_grad}:
+            if name and trained != {self.recorder.faked_model.fake[name].requires_grad}:
                 raise unsupported(f"requires_grad of {name} is set after it was read", "set it before the first read")
         if end not in self.at.ends:
             self.record()

@@ -20,8 +20,8 @@ from autopipe.trace.result import Capture
 from autopipe.trace.tape.tape import Tape
 from autopipe.workload import Item, Workload
 
-MOST_CALLS = 32
-"""Sequences of calls for which there may be stage code."""
+_MOST_CALLS = 32
+"""Other sequences of calls that may come in these microbatches."""
 _MOST_RUNS = 240
 """Microbatches that are run."""
 _FIRST_RUNS = 4
@@ -49,14 +49,15 @@ def survey(workload: Workload, model: nn.Module) -> Survey:
     if tape.steps is not None and tape.steps.why_not:
         return Survey(None, tape.steps.why_not)
     first: dict[Any, dict[Call, list[tuple[int, Any]]]] = {}  # form of a batch -> the first numbers of its calls
-    graphs: dict[Any, list[Graph]] = {}  # form -> its sequences of calls
+    graphs: dict[Any, list[Graph]] = {}  # form -> its sequences of calls, with the numbers known so far
+    every: list[Graph] = []
     deadline = time.monotonic() + _MOST_SECONDS
     for run, (part, is_last) in zip(range(_MOST_RUNS), _microbatches(workload), strict=False):
         form = tuple((name, leaf.dtype, leaf.shape) for name, leaf in workload.leaves(part).items())
         known = graphs.setdefault(form, [])
         tape.seen = {}
         try:
-            difference = tape.run(part, {str(i): (graph, {}) for i, graph in enumerate(known)}, _adding(known))
+            difference = tape.run(part, {str(i): (graph, {}) for i, graph in enumerate(known)}, _adding(known, every))
             if is_last:
                 tape.after_minibatch()
         except TraceError as error:
@@ -70,21 +71,22 @@ def survey(workload: Workload, model: nn.Module) -> Survey:
             before.setdefault(call, numbers)
         if new := _changed(before, tape.seen, tape.numbers):
             tape.numbers += new
+            tape.forget()
             graphs.clear()
-        if sum(len(each) - 1 for each in graphs.values()) > MOST_CALLS:
-            return Survey(None, f"it makes more than {MOST_CALLS} other sequences of calls in {run + 1} microbatches")
+        if sum(len(each) - 1 for each in graphs.values() if each) > _MOST_CALLS:
+            return Survey(None, f"it makes more than {_MOST_CALLS} other sequences of calls in {run + 1} microbatches")
         if len(tape.numbers) > _MOST_NUMBERS or time.monotonic() > deadline:
             break
     if len(tape.numbers) > _MOST_NUMBERS:
         return Survey(None, f"more than {_MOST_NUMBERS} numbers change")
-    every = [graph for each in graphs.values() for graph in each]
     others = [graph for graph in every if not _state(graph) <= _state(every[0])]
     return Survey(tape.numbers, "", tuple(sorted(others, key=lambda graph: -len(_state(graph)))))
 
 
-def _adding(known: list[Graph]) -> Callable[[Capture], str]:
+def _adding(known: list[Graph], every: list[Graph]) -> Callable[[Capture], str]:
     def add(captured: Capture) -> str:
         known.append(captured.graph)
+        every.append(captured.graph)
         return str(len(known) - 1)
 
     return add

@@ -2,7 +2,8 @@
 
 The forward and the loss decide what a step computes by Python: a counter, a file, an attribute that the data sets. A
 stage runs what was recorded. So the process that reads the data runs model and loss for each microbatch, in the order
-of plain training, without numbers in its tensors, and a microbatch for which they do something else ends the run.
+of plain training, without numbers in its tensors. If they do something else for one, that is a ``Difference``, or is
+recorded for the stages.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from autopipe.trace.strategies import EXPORT
 from autopipe.trace.tape.backward import Inner, reads_more_than_its_arguments, run_backward
 from autopipe.trace.tape.entries import Entry, Origins
 from autopipe.trace.tape.keys import Contents, Keys
-from autopipe.trace.tape.live import LiveModel, Steps
+from autopipe.trace.tape.live import LiveModel, Steps, settings_of_layers
 from autopipe.trace.tape.programs import CONSTANT, first_difference
 from autopipe.trace.tape.reading import Reading
 from autopipe.trace.tape.results import OWN, forms_of, is_held
@@ -98,7 +99,6 @@ class Tape:
         self.values: dict[str, Any] = {}  # of ``numbers``, in the latest run; the first value of one that it lacks
         self.followed = ""  # the name of the stage code that does what the latest run did
         self.seen: dict[Call, list[tuple[int, Any]]] | None = None  # receives the numbers in all calls of a run
-        self.recorded = False  # whether the latest run did something that no run before it did
         self.performed = 0  # calls of the latest run that no known result served
         self.num_runs = 0
         self.follows_backward = True  # the user's Python of the backward pass can run on fakes
@@ -107,6 +107,7 @@ class Tape:
         self.steps = Steps(workload, model) if varies else None
         self._live = LiveModel(model, self._mode, _CPU)
         self._roots: dict[Hashable, Entry] = {}
+        self._built = settings_of_layers(model)
         self._contents, self._origins = Contents(), Origins()
         self._memoized = MemoizedFakes(model)
         self._fakes: Any = None  # of the first recorder: its results outlive a run
@@ -134,7 +135,6 @@ class Tape:
             difference, name = None, ""
             reading = run.reading
             assert reading is not None, "a run that has ended has read calls"
-            self.recorded = reading.records
             if reading.records:
                 if known is not None:
                     name, difference = _compared(run, known, write)
@@ -160,6 +160,10 @@ class Tape:
         self._moved = moved if self.num_runs else frozenset()
         self.num_runs += 1
         return difference
+
+    def forget(self) -> None:
+        """Forget the known calls, so that each run is recorded again."""
+        self._roots.clear()
 
     def after_minibatch(self) -> None:
         """Run the user's Python between two minibatches, if the model varies. Raises: TraceError."""
@@ -204,7 +208,7 @@ class _Run:
             recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
             recorder.numbers, recorder.modules.opened = self.numbers, tape.varies
             keys = Keys(live, tape._contents, tape._origins.identity)
-            self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins)
+            self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins, tape._built)
             tape._shape_env.around = lambda: recorder.modules.around
             tape._shape_env.on_answer = recorder.answers.on_comparison
             with running(recorder, tape._mode, symbolic=False) as reads:
@@ -387,4 +391,4 @@ def _text(call: str, place: str) -> str:
     return f"{call} at {place}" if place else call
 
 
-__all__ = ["Difference", "Tape", "why_unknown"]
+__all__ = ["Difference", "Known", "Tape", "why_unknown"]

@@ -19,7 +19,7 @@ from autopipe.trace.state.snapshots.places import OF_FUNCTIONS
 from autopipe.trace.state.snapshots.snapshot import Names
 from autopipe.users_code import is_model_module, is_own_file, is_own_module, is_package
 
-_BACKWARD = "a hook of the backward pass"
+BACKWARD = "a hook of the backward pass"
 _NAMESPACES = (types.ModuleType, type)
 _ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
@@ -60,14 +60,14 @@ def between_forwards(
     functions: list[tuple[str, Any, Any]] = []  # what runs it, the function, its first argument
     for parameter in model.parameters():
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            functions += ((_BACKWARD, one, parameter) for one in (getattr(parameter, name, None) or {}).values())
+            functions += ((BACKWARD, one, parameter) for one in (getattr(parameter, name, None) or {}).values())
     for module in model.modules():
         registered = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-        functions += ((_BACKWARD, one, module) for one in registered)
+        functions += ((BACKWARD, one, module) for one in registered)
     custom = {code for code in ran if code.co_name == "forward"}
     for kind in torch.autograd.Function.__subclasses__() if custom else ():
         if getattr(getattr(kind, "forward", None), "__code__", None) in custom:
-            functions.append((_BACKWARD, getattr(kind, "backward", None), None))
+            functions.append((BACKWARD, getattr(kind, "backward", None), None))
     functions += ((f"the {name} hook", hooks.get(name), None) for name in ("after_step", "optimizer", "scheduler"))
     for who, function, first in functions:
         inner = getattr(function, "__func__", function)

@@ -11,6 +11,7 @@ from support.fake_gpu import CUDA
 from support.nccl.synchronizations import Synchronizations, counted
 from torch import nn
 
+from autopipe.ir.graph import Input, Number
 from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.batches.on_device import Placement
 from autopipe.runtime.events import Silent
@@ -25,6 +26,7 @@ from autopipe.runtime.step.scaler import LossScaler
 from autopipe.runtime.step.stepper import Stepper
 from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.weights import WeightVersions
+from autopipe.trace.numbers import spec_of
 
 
 def test_the_counter_counts_what_waits() -> None:
@@ -141,6 +143,15 @@ def test_the_leaves_of_a_batch_are_copied_when_they_are_read_and_the_host_does_n
         assert waits.locked == {id(leaves["x"])}
     assert waits.total == 0, waits.counts
     assert Placement(torch.device("cpu")).of({"x": (leaf := torch.ones(2))})["x"] is leaf
+
+
+def test_a_number_that_the_stage_code_reads_stays_on_the_host() -> None:
+    number = Input("number_0", spec_of("float"), Number("mul", "model.py:1", 0, 1, "float", "0.5"))
+    with counted() as waits:
+        placed = Placement(CUDA).of({"x": torch.ones(4), "number_0": torch.tensor(0.5)}, [number])
+        assert placed["x"].is_cuda and not placed["number_0"].is_cuda
+        assert placed["number_0"].item() == 0.5
+    assert waits.total == 0, waits.counts
 
 
 def test_memory_that_the_data_has_locked_is_read_before_the_next_minibatch_overwrites_it() -> None:

@@ -98,6 +98,35 @@ def scheduler(optimizer):
 """,
 }  # fmt: skip
 REFUSED = {
+    "a recurrent layer that leaves its training mode": net(
+        "self.k, self.r = 0, nn.GRU(8, 8, num_layers=2, dropout=0.1)",
+        "self.k += 1\n        self.r.train(self.k % 5 > 0)\n        x = x + self.r(x)[0]",
+    ),
+    "a recurrent layer that is frozen after it was read": net(
+        "self.k, self.r = 0, nn.GRU(8, 8)",
+        "self.k += 1\n        x = x + self.r(x)[0]\n        self.r.requires_grad_(self.k % 3 > 0)",
+    ),
+    "what after_step reads and the forward sets": "STEPS = [0]\n" + net(
+        "self.k = 0", "self.k += 1; STEPS[0] += 1\n        x = x * 0.99 ** self.k"
+    ) + """
+def after_step(named_parameters, step):
+    if STEPS[0] > 200:
+        for _, parameter in named_parameters:
+            parameter.data.clamp_(-1, 1)
+""",
+    "what a scheduler reads and the loss sets": """
+CALLS = [0]
+
+def loss(output, target):
+    CALLS[0] += 1
+    return F.cross_entropy(output, target) * 0.99 ** CALLS[0]
+
+def lower(step):
+    return 1.0 if CALLS[0] < 200 else 0.1
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
+""",
     "a number that after_step reads from a parameter": """
 FACTOR = [1.0]
 
