@@ -73,10 +73,10 @@ def test_a_number_of_a_package_travels_or_is_refused_by_name(run: Any, folder: P
     path = written("base class of a temporary object", folder)
     words = ("check", path.name, "--gpus", "2", "--device", "cpu")
     done = run(*words)
-    assert done.exit_code == 0 and "travel with each microbatch" in done.stderr
-    path.write_text(path.read_text() + "\ndef after_step(named_parameters, step):\n    pass\n")
+    assert done.exit_code == 0 and "these numbers travel with it" in " ".join(done.stderr.split())
+    path.write_text(path.read_text() + "\ndef split(batch, parts):\n    return [batch] * parts\n")
     done = run(*words)
     assert done.exit_code == 1
     assert "changes Base.STATE['n'], and the loss depends on it: the model is not one fixed graph" in done.stderr
     assert 'util.py:5: self.STATE["n"] += 1' in done.stderr
-    assert "after_step or split may change them" in " ".join(done.stderr.split())
+    assert "the split hook runs in the ranks" in " ".join(done.stderr.split())
