@@ -172,7 +172,7 @@ def _compare_at(place: Place, prepared: Prepared, wanted: Wanted) -> Comparison:
         return workload.resized(item, samples - 1) if smaller else item
 
     if plan.workload.precision == "fp16":
-        settings = PlainSettings(plan.num_microbatches, plan.workload.seed, _draws(prepared))
+        settings = PlainSettings(plan.num_microbatches, plan.workload.seed, prepared.graph.draws)
         items = until_taken(workload, source, wanted.steps, settings, torch.device(place.device), last)
         full = items[0]
     else:
@@ -217,7 +217,7 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any], wanted: Wanted
         run = write_run(Path(scratch), job, prepared)
         context = RunContext.of(prepared.plan, prepared.graph)
         apart = Processes(run, job.threads) if prepared.graph.varies else None
-        draws, evaluate = _draws(prepared), wanted.evaluate
+        draws, evaluate = prepared.graph.draws, wanted.evaluate
         return compare(prepared.workload, run, job, context, items, draws=draws, evaluate=evaluate, apart=apart)
 
 
@@ -229,10 +229,6 @@ def gradient_of_full_batch(prepared: Prepared) -> str:
 def evaluates(prepared: Prepared) -> bool:
     """Return whether the model can be evaluated in stages."""
     return prepared.workload.has_evaluation_data and not prepared.evaluation_note
-
-
-def _draws(prepared: Prepared) -> bool:
-    return prepared.graph.draws
 
 
 def _refuses(prepared: Prepared, item: Any, device: str) -> bool:

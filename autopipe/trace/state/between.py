@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autopipe.errors import TraceError
 from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.observing.reach import BACKWARD, between_forwards
-from autopipe.trace.state.reading.source import WHOLE, Key, owner_key, readers
+from autopipe.trace.state.reading.source import WHOLE, Access, Key, owner_key, readers
 from autopipe.trace.state.refusal import DATA, FREEZE, INPUT, KEEP, refuse
 from autopipe.trace.state.snapshots.snapshot import Snapshot
 from autopipe.users_code import is_package
@@ -51,15 +51,11 @@ def refuse_data(look: Look, last: Snapshot, data: dict[types.CodeType, Ran]) -> 
 def refuse_hooks(look: Look, last: Snapshot) -> None:
     """Refuse a function between two forward passes that writes state that a forward or loss reads."""
     known = {owner_key(owner) for owner in last.owners.values()}
-    for who, ran in between_forwards(look.model, look.hooks, look.ran):
-        for function in ran.functions or ():
-            last.functions.setdefault(ran.code, function)
-        for reader in readers({ran.code: ran}, last):
-            for access in reader.accesses():
-                for key in access.places if access.kind != "read" else ():
-                    read = look.really_read(key, last, set()) if key[0] in known else None
-                    if read is not None:
-                        refuse(who, _name(key, last), [access], [read], INPUT)
+    for who, access in _accesses(between_forwards(look.model, look.hooks, look.ran), last):
+        for key in access.places if access.kind != "read" else ():
+            read = look.really_read(key, last, set()) if key[0] in known else None
+            if read is not None:
+                refuse(who, _name(key, last), [access], [read], INPUT)
 
 
 def refuse_reading_hooks(look: Look, last: Snapshot, data: dict[types.CodeType, Ran]) -> None:
@@ -71,20 +67,24 @@ def refuse_reading_hooks(look: Look, last: Snapshot, data: dict[types.CodeType, 
     accesses = [access for _, access in look.accesses(last)]
     accesses += [access for reader in readers(own, last) for access in reader.accesses()]
     written = {key: access.where for access in accesses if access.kind != "read" for key in access.places}
-    for who, ran in (*between_forwards(look.model, look.hooks, look.ran), *_of_scheduler(look)):
-        if who == BACKWARD:  # it runs beside the ranks, too
-            continue
+    hooks = (each for each in between_forwards(look.model, look.hooks, look.ran) if each[0] != BACKWARD)
+    for who, access in _accesses((*hooks, *_of_scheduler(look)), last):
+        key = next((key for key in access.places if access.kind != "write" and key in written), None)
+        if key is not None:
+            raise TraceError(
+                f"{who} reads {_name(key, last)}, which data, forward or loss set: ranks run it without them",
+                where=access.where,
+                remedy=f"it is set at {written[key]}; {KEEP}",
+            )
+
+
+def _accesses(functions: Iterable[tuple[str, Ran]], last: Snapshot) -> Iterator[tuple[str, Access]]:
+    """Yield the accesses of functions that did not run, each with what runs it."""
+    for who, ran in functions:
         for function in ran.functions or ():
             last.functions.setdefault(ran.code, function)
         for reader in readers({ran.code: ran}, last):
-            for access in reader.accesses():
-                key = next((key for key in access.places if access.kind != "write" and key in written), None)
-                if key is not None:
-                    raise TraceError(
-                        f"{who} reads {_name(key, last)}, which data, forward or loss set: ranks run it without them",
-                        where=access.where,
-                        remedy=f"it is set at {written[key]}; {KEEP}",
-                    )
+            yield from ((who, access) for access in reader.accesses())
 
 
 def _of_scheduler(look: Look) -> Iterator[tuple[str, Ran]]:

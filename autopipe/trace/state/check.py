@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from autopipe import draws
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.explain import failed_on_real_numbers
-from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.state.between import refuse_data, refuse_hooks, refuse_reading_hooks
 from autopipe.trace.state.counts import refuse_counts
@@ -24,7 +23,7 @@ from autopipe.trace.state.drawing import refuse_later_items
 from autopipe.trace.state.observing.bytecode import constants
 from autopipe.trace.state.observing.files import POSITION, watched_files
 from autopipe.trace.state.observing.observe import Ran, observed, refuse_seed
-from autopipe.trace.state.observing.reach import module_name, modules, named, reached
+from autopipe.trace.state.observing.reach import named, reached, roots
 from autopipe.trace.state.reading.source import Access, Key, Reader, is_helper, meets, owner_key, read_by_torch, readers
 from autopipe.trace.state.refusal import DRAW, FORWARD, KEEP, refuse
 from autopipe.trace.state.snapshots.fingerprints import GENERATORS, ITERATORS
@@ -78,14 +77,14 @@ def refuse_changing_state(
             look.refuse_set(before, last)
             varies = getattr(workload, "varies", False)  # its Python runs for each microbatch, in one process
             look.refuse_files(shared=varies)
-            if not varies:
-                look.refuse_changes(second, last)
-                refuse_counts(look, last)
-                refuse_hooks(look, last)
-                refuse_data(look, last, data or {})
-                refuse_later_items(look)
-            else:
+            if varies:
                 refuse_reading_hooks(look, last, data or {})
+                break
+            look.refuse_changes(second, last)
+            refuse_counts(look, last)
+            refuse_hooks(look, last)
+            refuse_data(look, last, data or {})
+            refuse_later_items(look)
             break
     return tuple(look.notes)
 
@@ -126,13 +125,7 @@ class Look:
                 before.restore()
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
-        yield "model", self.model
-        if "loss" in self.hooks:
-            yield "loss", self.hooks["loss"]
-        names = {module.__name__ for module in users_namespaces(self.model)}
-        names |= {module_name(ran) for ran in self.ran.values() if not is_package(ran.code.co_filename)}
-        names |= {getattr(hook, "__module__", None) or "" for hook in self.hooks.values()}
-        yield from modules(names)
+        return roots(self.model, self.hooks, self.ran.values())
 
     def run_until_filled(self, before: Snapshot) -> tuple[Snapshot, Snapshot]:
         """Run the batch until caches are filled; return the snapshots after the last two runs.

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopipe.trace.record.caches import users_namespaces
-from autopipe.trace.state.observing.reach import modules
+from autopipe.trace.state.observing.reach import roots
 from autopipe.trace.state.snapshots.snapshot import Snapshot
 from autopipe.workload import Workload
 
@@ -20,17 +19,8 @@ class Start:
     """The state of model, loss and the user's modules, and of the random generators in it."""
 
     def __init__(self, workload: Workload, model: nn.Module) -> None:
-        functions = workload.functions()
-        names = {module.__name__ for module in users_namespaces(model)}
-        names |= {getattr(function, "__module__", None) or "" for function in functions.values()}
-        roots = [("model", model), *(("loss", functions[name]) for name in functions if name == "loss")]
-        self._snapshot = Snapshot.of([*roots, *modules(names)], compared=False)
-        self._generators = [
-            (put, state)
-            for owner in self._snapshot.owners.values()
-            if (way := _way(owner)) is not None
-            for put, state in [way]
-        ]
+        self._snapshot = Snapshot.of(roots(model, workload.functions()), compared=False)
+        self._generators = [way for way in map(_way, self._snapshot.owners.values()) if way is not None]
 
     def restore(self) -> None:
         """Put everything back, but iterators and what libraries keep in C."""

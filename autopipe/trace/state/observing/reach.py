@@ -6,12 +6,13 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.state.observing import bytecode
 from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.observing.observe import Ran
@@ -78,6 +79,20 @@ def between_forwards(
             _, *defined = with_inner(inner.__code__)
             yield who, Ran(inner.__code__, inner.__globals__, known, functions=[inner])
             yield from ((who, Ran(code, inner.__globals__)) for code in defined)
+
+
+def roots(model: nn.Module, hooks: Mapping[str, Any], ran: Iterable[Ran] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (readable path, object) for the model, the loss, and the user's modules, also those of functions that ran.
+
+    ``hooks``: the user's functions by name.
+    """
+    yield "model", model
+    if "loss" in hooks:
+        yield "loss", hooks["loss"]
+    names = {module.__name__ for module in users_namespaces(model)}
+    names |= {module_name(one) for one in ran if not is_package(one.code.co_filename)}
+    names |= {getattr(hook, "__module__", None) or "" for hook in hooks.values()}
+    yield from modules(names)
 
 
 def modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
@@ -173,4 +188,4 @@ def _rebinding(ran: Ran) -> list[types.FunctionType]:
     return ran.functions
 
 
-__all__ = ["between_forwards", "module_name", "modules", "named", "reached"]
+__all__ = ["BACKWARD", "between_forwards", "module_name", "named", "reached", "roots"]
