@@ -129,7 +129,7 @@ def test_the_memory_is_measured_without_a_copy_of_the_batch(tmp_path: Path, monk
             reads.append(name)
             return self.host[name]
 
-    monkeypatch.setattr(Placement, "of", lambda placement, leaves: Lazy(leaves, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(Placement, "of", lambda placement, leaves, numbers: Lazy(leaves, None, numbers))  # type: ignore[arg-type]
     measured("gpt", "gpipe", tmp_path)
     assert len(reads) == 3 * 4 * 3  # steps, microbatches, and the ids in both stages and the targets in one
 
