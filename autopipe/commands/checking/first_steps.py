@@ -3,7 +3,7 @@
 ::
 
     known before, or short, or on a GPU     compare -----> ranks start
-    long, and it fits beside the ranks      ranks start -----> steps ...
+    long, and it fits beside the ranks      ranks start -----> first step -----> steps ...
                                             process: compare -----> equal: a line; different: ends the run
 """
 
@@ -76,6 +76,8 @@ class FirstSteps:
     # the first step of the run that depends on the result, -1 for all of it
     since: int = -1
     _worker: Worker | None = None
+    # of the process beside the ranks, until it starts
+    _task: dict[str, Any] | None = None
     _scratch: str = ""
     # the file of the run that has ``since`` until the result is known: an interrupted run may be resumed
     _open: Path | None = None
@@ -121,37 +123,34 @@ class FirstSteps:
         self._conclude(compare_plan(self.prepared, self.wanted, instead=_OMIT))
 
     def begin(self, run: RunDirectory, start: int) -> None:
-        """Start the process beside the ranks of a run, if the comparison is made there. ``start``: as of a job."""
+        """Prepare the process beside the ranks of a run, if the comparison is made there. ``start``: as of a job."""
         if not self.beside:
             return
         count = counted(self.wanted.steps, "step")
         self._note(f"comparing {count} with plain training while the ranks train (--no-check omits it)")
         self._scratch = tempfile.mkdtemp(prefix="autopipe-check-")
-        task = {
-            "comparison": ComparisonTask.of(self.prepared, replace(self.wanted, scratch=self._scratch)),
-            "log": str(run.path / "logs" / "comparison.log"),
-        }
+        comparison = ComparisonTask.of(self.prepared, replace(self.wanted, scratch=self._scratch))
         # stages of the work directory may change now
-        task["comparison"]["stages"] = shutil.copytree(self.prepared.stages, Path(self._scratch) / "stages").as_posix()
+        comparison["stages"] = shutil.copytree(self.prepared.stages, Path(self._scratch) / "stages").as_posix()
+        self._task = {"comparison": comparison, "log": str(run.path / "logs" / "comparison.log")}
         self._open = run.path / "uncompared"
         with contextlib.suppress(OSError, ValueError):
             start = min(start, int(self._open.read_text(encoding="utf-8")))
         self.since = start
         self._open.write_text(str(start), encoding="utf-8")
-        doing, threads = "comparing with plain training", torch.get_num_threads()
-        try:
-            self._worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
-        except RunError as error:
-            self._note(f"not checked: {error.what}")
-            self._clear()
 
     @property
     def running(self) -> bool:
-        """Whether the process beside the ranks compares."""
-        return self._worker is not None
+        """Whether the process beside the ranks compares, or will."""
+        return self._worker is not None or self._task is not None
 
-    def poll(self) -> None:
-        """Take the result of the process beside the ranks, if it has ended. Raises: the difference."""
+    def poll(self, *, trains: bool = True) -> None:
+        """Take the result of the process beside the ranks, if it has ended. Raises: the difference.
+
+        ``trains``: whether a step has ended. The process starts then: it would delay the first one.
+        """
+        if trains and self._task is not None:
+            self._start(self._task)
         if (worker := self._worker) is None:
             return
         list(worker.receive())  # nothing but its end is due
@@ -177,21 +176,32 @@ class FirstSteps:
         """Wait for the result, or until ``stopped``, at most this time. Raises: the difference."""
         deadline = time.monotonic() + most_seconds
         self.poll()
-        if self._worker is not None:
+        if self.running:
             self.events("progress", {"what": "waiting for the comparison with plain training", "fraction": 0.0})
         while self._worker is not None and time.monotonic() < deadline and not stopped():
             wait_for([self._worker], _LOOK_SECONDS)
             self.poll()
 
     def end(self) -> None:
-        """End the process beside the ranks, if it compares."""
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+        """End the process beside the ranks, if it compares or would."""
+        if self.running:
+            if self._worker is not None:
+                self._worker.end()
+                self._worker = None
             self._clear()
             self._note("not checked: the comparison with plain training did not end; the next run repeats it")
 
+    def _start(self, task: dict[str, Any]) -> None:
+        self._task = None
+        doing, threads = "comparing with plain training", torch.get_num_threads()
+        try:
+            self._worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
+        except RunError as error:
+            self._note(f"not checked: {error.what}")
+            self._clear()
+
     def _clear(self) -> None:
+        self._task = None
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _conclude(self, compared: Compared) -> None:

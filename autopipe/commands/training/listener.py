@@ -134,7 +134,7 @@ class Listener:
         states = [f"waits in {activity}" if waiting else activity for activity, waiting in event["ranks"]]
         self.events("ranks", {"states": states})
         if self.first_steps is not None:
-            self.first_steps.poll()
+            self.first_steps.poll(trains=bool(self.losses))
         if self.auditor is not None:
             self.auditor.poll()
         if self.observers is not None:

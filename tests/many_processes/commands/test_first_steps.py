@@ -163,8 +163,13 @@ def test_a_comparison_that_is_killed_does_not_end_the_run(commands: Commands) ->
     append(commands, LATE)
     command = commands.start(*training(steps=200))
     wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
-    usual = psutil.Process(command.pid).nice()
-    beside = [process for process in descendants(command.pid) if process.nice() > usual]
+    usual, beside = psutil.Process(command.pid).nice(), list[psutil.Process]()
+
+    def compares() -> bool:
+        beside.extend(process for process in descendants(command.pid) if process.nice() > usual)
+        return bool(beside)
+
+    wait_until(compares, under_load(60))
     assert len(beside) == 1
     beside[0].kill()
     _, err = command.communicate(timeout=under_load(60))
