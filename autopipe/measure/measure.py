@@ -32,7 +32,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Measurement, Profile, WorkloadSpec
 from autopipe.measure.clock import Clock, GpuLoad
 from autopipe.measure.device import describe_device, find_device, quiet
-from autopipe.measure.segment_costs import NodeFacts, SegmentCosts, WholeModel, walk_nodes
+from autopipe.measure.segment_costs import BUDGET_SECONDS, NodeFacts, SegmentCosts, WholeModel, walk_nodes
 from autopipe.measure.stepping import optimizer_cost
 from autopipe.measure.subject import Captured, Progress, Subject, no_progress
 
@@ -122,14 +122,15 @@ class SizeMeasurement:
         progress: Progress = no_progress,
         least_seconds: float = LEAST_SECONDS,
         complete: bool = True,
+        budget_seconds: float = BUDGET_SECONDS,
     ) -> None:
         self.subject = Subject(capture, clock, size, batch)
         self.progress = progress
-        self.whole = WholeModel(self.subject)
+        self.whole = WholeModel(self.subject, budget_seconds)
         if not complete:
             self.whole.give_up()
         self.num_windows = 0
-        self._least_seconds = least_seconds
+        self._least_seconds, self._budget_seconds = least_seconds, budget_seconds
         self._measured: tuple[NodeFacts, SegmentCosts] | None = None  # None before the first window
 
     def window(self) -> None:
@@ -148,7 +149,7 @@ class SizeMeasurement:
             facts = walk_nodes(self.subject, self.progress)
             seconds = [facts.seconds[node.name][0] for node in self.subject.graph.nodes]
             bounds = segments(self.subject.graph, seconds, self._least_seconds)
-            self._measured = facts, SegmentCosts(self.subject, facts, bounds)
+            self._measured = facts, SegmentCosts(self.subject, facts, bounds, self._budget_seconds)
         return self._measured
 
     def allows(self, size: int, seconds: float) -> bool:
@@ -191,6 +192,8 @@ NOISY = 0.1
 VERY_NOISY = 0.75
 """Relative spread, or steal time, above which a profile is not reliable; logged as a warning."""
 MOST_WINDOWS = 8
+ENOUGH_SECONDS = 3.0
+"""The time after which no further window begins, unless the caller is in a hurry."""
 _PASSES = 4  # forwards and backwards in the first window of a size
 
 
@@ -234,7 +237,7 @@ def measure(
     quick_seconds: float = math.inf,
     slow_seconds: float = math.inf,
     between_seconds: float = math.inf,
-    enough_seconds: float = 3.0,
+    enough_seconds: float = ENOUGH_SECONDS,
     threads: int = 1,
     complete: bool = True,
     progress: Progress = no_progress,
@@ -246,7 +249,7 @@ def measure(
     a warning if measuring it and those before it once would take longer; the smallest one never is.
     ``between_seconds``: a size between the smallest and the largest is left out, to be interpolated, if its forward and
     backward take longer. ``enough_seconds``: no further window begins after this time: those so far contain quiet and
-    busy moments. ``complete``: time the complete model too, if it fits.
+    busy moments; with less, each is repeated less in a window. ``complete``: time the complete model too, if it fits.
 
     The model's parameters, buffers and gradients and the state of the random number generators do not change. A size
     at which the model cannot run (a BatchNorm of one sample) or does not fit is left out with a warning.
@@ -254,13 +257,13 @@ def measure(
     Raises: ProfileError if at every size a node fails, or a segment does not fit the device.
     """
     target, sizes = find_device(device), checked_sizes(microbatch_sizes)
-    graph = capture.graph
+    graph, budget = capture.graph, BUDGET_SECONDS * min(enough_seconds / ENOUGH_SECONDS, 1.0)
     with quiet(target, threads):
         load = GpuLoad(target) if target.type == "cuda" else None
 
         def sized(size: int) -> SizeMeasurement:
-            clock = Clock(target, threads, load)
-            return SizeMeasurement(capture, clock, size, _batch(workload, capture, size, target), complete=complete)
+            clock, batch = Clock(target, threads, load), _batch(workload, capture, size, target)
+            return SizeMeasurement(capture, clock, size, batch, complete=complete, budget_seconds=budget)
 
         def further(largest: SizeMeasurement) -> list[SizeMeasurement]:
             return [sized(size) for size in larger_sizes if largest.allows(size, quick_seconds)]

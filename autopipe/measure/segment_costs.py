@@ -21,7 +21,7 @@ from autopipe.measure.piece import Piece, StateCopies, storage_of, tensors_of
 from autopipe.measure.subject import Progress, Segment, Subject
 from autopipe.measure.walk import NodeTimer, SavedBytes, Values, call, explained, region, timed_pass, writable
 
-BUDGET_SECONDS = 0.08  # for the repetitions of one segment, in one window
+BUDGET_SECONDS = 0.08  # for the repetitions of one segment in one window, unless the caller is in a hurry
 SLOW_SECONDS = 1.0  # of a model, whose segments are repeated no more often than needed
 
 _log = logging.getLogger(__name__)
@@ -41,13 +41,20 @@ class SegmentCost:
 class SegmentCosts:
     """Times the segments of a model. Equal segments are timed once per window."""
 
-    def __init__(self, subject: Subject, facts: NodeFacts, bounds: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        facts: NodeFacts,
+        bounds: Sequence[tuple[int, int]],
+        budget_seconds: float = BUDGET_SECONDS,
+    ) -> None:
         self.bounds = bounds  # (start, stop) of each segment
         self.distinct: dict[Any, SegmentCost] = {}  # by what decides the cost of a segment
         self.nodes: dict[str, NodeCost] = {}  # by name of the node
         self.keepers: dict[str, str] = {}  # value -> the node that is the first to keep it for its backward
         self._subject = subject
         self._facts = facts
+        self._budget_seconds = budget_seconds
         self._is_slow = sum(map(sum, facts.seconds.values())) > SLOW_SECONDS
         self._num_windows = 0
 
@@ -103,7 +110,7 @@ class SegmentCosts:
         once = functools.partial(timed_pass, clock, piece, values, private=segment.mutates)
         if self._is_slow:
             return repeat(once, 0.0, fewest=2, expected_seconds=expected)
-        return repeat(once, BUDGET_SECONDS, expected_seconds=expected)
+        return repeat(once, self._budget_seconds, expected_seconds=expected)
 
     def _advance(
         self, segment: Segment, values: Values, counted: dict[int, str], cost: SegmentCost, state: StateCopies
@@ -215,9 +222,10 @@ def _normalised(weights: list[float]) -> list[float]:
 class WholeModel:
     """The times of all nodes in one pass."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, budget_seconds: float = BUDGET_SECONDS) -> None:
         self.windows: Windows | None = subject.clock.windows()  # None if the model does not fit the device
         self._subject = subject
+        self._budget_seconds = 3 * budget_seconds
 
     def window(self, costs: Mapping[str, NodeCost], casts: Mapping[int, torch.dtype]) -> None:
         """Time the model once more, unless it does not fit.
@@ -235,7 +243,7 @@ class WholeModel:
             piece = Piece(segment.nodes, segment.inputs, segment.outputs, state)
             once = functools.partial(timed_pass, subject.clock, piece, subject.start(), private=segment.mutates)
             expected = sum(cost.forward_seconds + cost.backward_seconds for cost in costs.values())
-            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4, expected_seconds=expected)
+            times = repeat(once, self._budget_seconds, fewest=4, expected_seconds=expected)
         except torch.OutOfMemoryError:
             self.give_up()
             return

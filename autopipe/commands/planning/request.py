@@ -20,7 +20,7 @@ MICROBATCH_SIZES = (1, 2, 4, 8)
 COUNTED_SIZES = (1, 8)  # operations and bytes of sizes between them are interpolated: they grow with the batch
 SLOW_SECONDS = 15.0  # after which no larger size is measured, unless an option names it
 BETWEEN_SECONDS = 0.02  # the longest forward and backward of a size that is measured although others enclose it
-ENOUGH_SECONDS = {False: 3.0, True: 1.0}  # after which measuring is not repeated, for a profile and for a plan
+ENOUGH_SECONDS = {False: 3.0, True: 0.6}  # after which measuring is not repeated, for a profile and for a plan
 QUICK_SECONDS = 0.25  # the longest forward and backward of a size that is measured only for a large minibatch
 
 
