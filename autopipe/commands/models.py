@@ -79,34 +79,23 @@ def load_model(
         workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
     kind = device_kind(settings, work)
-    with _threads_of_ranks(settings, stored):
-        if settings.estimate:
-            built = workload.build_model(empty=True)
-        else:
-            size = 0 if stored is None else stored.graph.parameter_bytes
-            built = build_within_memory(
-                workload, whole=kind == "cpu" and not work.elsewhere, remedy=_TOO_LARGE, known_bytes=size
-            )
-    if has_placeholders(built):
-        return_freed_memory()
-        work.notes.append(_PLACEHOLDERS)
+    built = _built(workload, settings, work, stored, whole=kind == "cpu" and not work.elsewhere)
 
     def captured_now() -> Capture:
-        return with_homes(
-            capture(
-                workload,
-                model=built,
-                allow_data_dependent=settings.allow_data_dependent,
-                verify=verify and not settings.estimate,
-                lengths=stored is None or len(stored.graph.symbols) > 1,
-                state=state,
-                changing=lambda: changing(workload),
-                numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
-                device=torch.device(proven_on),
-            ),
+        captured = capture(
             workload,
-            None if stored is None else stored.graph,
+            model=built,
+            allow_data_dependent=settings.allow_data_dependent,
+            verify=verify and not settings.estimate,
+            lengths=stored is None or len(stored.graph.symbols) > 1,
+            state=state,
+            changing=lambda: changing(workload),
+            numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
+            device=torch.device(proven_on),
         )
+        if has_placeholders(built):
+            return_freed_memory()
+        return with_homes(captured, workload, None if stored is None else stored.graph)
 
     try:
         captured = captured_now()
@@ -201,6 +190,21 @@ def _member(workload: Workload, complete: Capture, stored: Profile | None, work:
             remedy="train without --sequence-parallel, and report the model",
         )
     return member
+
+
+def _built(
+    workload: Workload, settings: ProfileSettings, work: Work, stored: Profile | None, *, whole: bool
+) -> nn.Module:
+    """Return the model. ``whole``: see ``build_within_memory``."""
+    with _threads_of_ranks(settings, stored):
+        if settings.estimate:
+            return workload.build_model(empty=True)
+        size = 0 if stored is None else stored.graph.parameter_bytes
+        built = build_within_memory(workload, whole=whole, remedy=_TOO_LARGE, known_bytes=size)
+    if has_placeholders(built):
+        return_freed_memory()
+        work.notes.append(_PLACEHOLDERS)
+    return built
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from typing import Any
 
 # of malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -28,19 +29,25 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make malloc (glibc) return each freed tensor of more than 4 MiB to the kernel at once.
+    """Return to the kernel what malloc (glibc) keeps, and from now on each freed tensor of more than 4 MiB at once.
 
     By default, gradients and activations of a large model lie between one another on the heap, and what is freed there
     stays: a gigabyte for a backward of 1.5 B parameters, whose gradients are freed one by one.
     """
     _set_malloc({_MMAP_THRESHOLD: _SMALLEST_ALONE})
+    if (trim := _of_malloc("malloc_trim")) is not None:
+        trim(0)
 
 
 def _set_malloc(parameters: dict[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
+    if (mallopt := _of_malloc("mallopt")) is not None:
         for parameter, value in parameters.items():
             mallopt(parameter, value)
+
+
+def _of_malloc(name: str) -> Any:
+    """Return a function of glibc's malloc; None where there is none."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def use_batch_scheduler() -> None:
