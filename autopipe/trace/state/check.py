@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from autopipe.trace.state.trying.writer import writing_line
 from autopipe.users_code import is_package
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import copied_item
+from autopipe.workload.model.placeholders import has_placeholders
 
 _ENOUGH = 4  # samples; a half of them is a batch of more than one sample
 _MOST_PLACES = 64  # changed places that are searched for in the source
@@ -52,26 +53,31 @@ def refuse_changing_state(
     item: Item,
     data: dict[types.CodeType, Ran] | None = None,
     settings: Mapping[str, Any] | None = None,
+    shorten: Callable[[Item], Item] | None = None,
 ) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
     ``data``: the functions that ran when the batch was created. ``settings``: those of the process before the model
-    first ran. Returns notes for the user.
+    first ran. ``shorten``: cuts a batch to a smaller length; None if its lengths may not vary. Returns notes for the
+    user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
     SETTINGS.restore({name: value for name, value in (settings or {}).items() if name in OF_RESULTS})
-    for part in [workload.split(item, 2)[-1], item] if halves else [item]:
-        look = Look(workload, model, part, hooks)
+    parts = [workload.split(item, 2)[-1], item] if halves else [item]
+    tries = [(part, has_placeholders(model)) for part in parts]
+    tries += [(item, False)] if has_placeholders(model) else []  # it may run a backward in its forward
+    for number, (part, drops_saved) in enumerate(tries, 1):
+        look = Look(workload, model, part, hooks, _drops_saved=drops_saved)
         with look.restored(compared=True) as before:
             try:
                 second, last = look.run_until_filled(before)
             except AutopipeError:
                 raise
             except Exception as error:
-                if part is item:
+                if number == len(tries):
                     raise failed_on_real_numbers("the model itself failed", error) from error
                 continue  # it may fail with few samples only
             look.refuse_set(before, last)
@@ -84,7 +90,7 @@ def refuse_changing_state(
             refuse_counts(look, last)
             refuse_hooks(look, last)
             refuse_data(look, last, data or {})
-            refuse_later_items(look)
+            refuse_later_items(look, None if shorten is None else shorten(part))
             break
     return tuple(look.notes)
 
@@ -103,6 +109,7 @@ class Look:
     _accesses: list[tuple[Reader, Access]] | None = None
     _files: dict[str, str] = field(default_factory=dict)  # that every run changes and reads, with the changing line
     _loss: Tensor | None = None  # of the last run
+    _drops_saved: bool = False  # whether nothing is kept for a backward
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
 
     def snapshot(self) -> Snapshot:
@@ -156,8 +163,14 @@ class Look:
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""
         item = copied_item(item)
-        with draws.flat_checkpoints(), self._seeded(), torch.enable_grad():
+        with draws.flat_checkpoints(), self._seeded(), torch.enable_grad(), self._nothing_saved():
             return self.workload.loss(self.model, item)[0].detach()
+
+    def _nothing_saved(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a large model keeps no activations for a backward, which nothing here runs."""
+        if not self._drops_saved:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
 
     def _seeded(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which every run draws the same numbers.
@@ -346,6 +359,10 @@ class Look:
         if self._accesses is None:
             self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]
         return self._accesses
+
+
+def _refuse_backward(_: object) -> NoReturn:
+    raise RuntimeError("the forward runs a backward, for which nothing was kept")
 
 
 __all__ = ["Look", "refuse_changing_state"]

@@ -90,3 +90,45 @@ def test_a_forward_that_reads_the_clock_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_other_data_is_accepted(name: str, tmp_path: Path) -> None:
     captured(ACCEPTED[name], tmp_path)
+
+
+SENTENCES = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+    def forward(self, words):
+        {begin}
+        return self.head(self.embed(words)) * float(os.environ["SCALE"])
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for step in range(6):
+        {change}
+        words = torch.randint(11, (batch_size, 24), generator=g)
+        yield words, torch.where(torch.arange(24) < {masked}, -100, words)
+"""
+CHANGED = "os.environ['SCALE'] = str(1.0 + step)"
+
+
+@pytest.mark.parametrize("masked", [0, 20], ids=["any length", "no loss at a short length"])
+@pytest.mark.parametrize("begin", ["pass", "assert words.shape[1] > 20"], ids=["", "long sentences only"])
+def test_batches_of_sentences_are_compared_at_a_length_that_the_model_takes(
+    begin: str, masked: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SENTENCES.format(begin=begin, masked=masked, change="pass"))
+    capture(load_workload(LoadOptions(str(path))))
+    path.write_text(SENTENCES.format(begin=begin, masked=masked, change=CHANGED))
+    with pytest.raises(TraceError, match="the data hook changes"):
+        capture(load_workload(LoadOptions(str(path))))
