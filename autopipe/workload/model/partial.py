@@ -3,18 +3,16 @@
 The parameters are numbered in the order of their registration. A build in part replaces those that are not wanted by
 placeholders as they are registered (``workload.model.placeholders``). Their initialization runs as in a complete build,
 and draws the same random numbers, because all parameters share one generator; what it writes is lost. The peak is the
-wanted parameters and twice the largest other one. An ``empty`` build places every parameter on the ``meta`` device,
-where no random numbers are drawn.
+wanted parameters and twice the largest other one. A build for no parameter's sake leaves these draws out (``undrawn``).
+An ``empty`` build places every parameter on the ``meta`` device, where no random numbers are drawn.
 
 What is computed from the content of placeholders is followed through the build. A build that cannot be divided raises
 ``NotDivisibleError``: a tensor of the wanted part is computed from a placeholder, is a copy of one (``copy.deepcopy``),
-or the build reads numbers from one. Where a complete build is possible, the caller also
-compares what was built with its digests (``workload.model.digests``).
+or the build reads numbers from one. Where a complete build is possible, the caller also compares what was built with
+its digests (``workload.model.digests``).
 
-``ZeroedMemory`` is memory that a build allocates and never writes: ``nn.Parameter(torch.empty(n))`` without
-initializer. Its values are arbitrary, so two builds with one seed differ, and some contain NaN. Here it is filled with
-zeros, which new memory usually contains, so that every rank and plain training start from the same weights. No random
-number is drawn for it, and initialized tensors do not change.
+``ZeroedMemory``: memory that a build allocates and never writes (``nn.Parameter(torch.empty(n))``) has arbitrary
+values. It is filled with zeros, which new memory usually contains, so that all processes start from the same weights.
 """
 
 from __future__ import annotations
@@ -67,19 +65,26 @@ class NotDivisibleError(RuntimeError):
 
 
 class PartialBuild:
-    """The parameters of one build, in the order of their registration, and which of them are wanted.
+    """The parameters of one build, in the order of their registration.
 
     ``wanted``: their numbers, from an earlier build; None: all. ``empty``: place every parameter on the meta device.
     ``shifted``: draw extra random numbers with every parameter: only random buffers then change in an empty build.
+    ``undrawn``: draw nothing for placeholders; a build that then draws anything else cannot be divided.
     """
 
-    def __init__(self, wanted: frozenset[int] | None = None, *, empty: bool = False, shifted: bool = False) -> None:
+    def __init__(
+        self,
+        wanted: frozenset[int] | None = None,
+        *,
+        empty: bool = False,
+        shifted: bool = False,
+        undrawn: bool = False,
+    ) -> None:
         self._wanted, self._empty, self._shifted = wanted, empty, shifted
-        self._count = 0
+        self._count, self._pages = 0, SharedPages()
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
         self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
-        self._pages = SharedPages()
-        self._derived = _Derived()
+        self._derived = _Derived(undrawn=undrawn)
 
     @property
     def is_complete(self) -> bool:
@@ -87,10 +92,7 @@ class PartialBuild:
         return self._wanted is None and not self._empty
 
     def numbers(self, model: nn.Module) -> dict[str, int]:
-        """Return the number of each parameter, by all its names: its position in the order of registration, from 0.
-
-        -1: it was not registered by ``register_parameter``.
-        """
+        """Return the position of each parameter in the order of registration, by all its names; -1 if it has none."""
         named = model.named_parameters(remove_duplicate=False)
         return {name: self._numbers.get(p, -1) for name, p in named}  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -170,9 +172,12 @@ class _Derived:
 
     A placeholder has its own content from an operation that writes all of it until another placeholder is written:
     an initializer may read what it has just drawn.
+
+    ``undrawn``: leave out what is drawn for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, undrawn: bool) -> None:
+        self._undrawn, self._left_out = undrawn, False  # asked for; done
         self.refused = ""  # also if the user's code catches the exception
         self._placeholders: dict[int, StorageWeakRef] = {}
         self._computed: dict[int, StorageWeakRef] = {}
@@ -182,9 +187,10 @@ class _Derived:
         """Add a placeholder."""
         _add_to(self._placeholders, parameter)
 
-    def is_of_placeholder(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a placeholder or a view of one."""
-        return tensor.layout is torch.strided and _is_in(tensor, self._placeholders)
+    def is_of_placeholder(self, tensor: Any) -> bool:
+        """Return whether a value is a placeholder or a view of one."""
+        strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        return strided and _is_in(tensor, self._placeholders)
 
     def can_share(self, parameter: nn.Parameter) -> bool:
         """Return whether only tensors can use the memory of a parameter, and not numpy or another owner."""
@@ -221,6 +227,16 @@ class _Derived:
                 self._current = None
         elif computed:
             self.lose(tensor)
+
+    def leaves_out(self, name: str, target: Any) -> bool:
+        """Return whether a draw is for a placeholder only, and left out. Raises: NotDivisibleError for a later one."""
+        if name in _IN_PLACE and self._undrawn and self.is_of_placeholder(target):
+            self._left_out, self._current = True, None
+            return True
+        if self._left_out:
+            self.refused = f"{name} draws after numbers that were left out"
+            raise NotDivisibleError(self.refused)
+        return False
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -277,6 +293,8 @@ class _Operations(TorchDispatchMode):
         draws = is_random(func, args, kwargs) and name not in _COUNTED
         if computed and (draws or torch.Tag.dynamic_output_shape in func.tags):
             raise self._derived.refuse(name)
+        if is_random(func, args, kwargs) and self._derived.leaves_out(name, args[0] if args else None):
+            return args[0]
         result = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
         if computed and not all(isinstance(leaf, Tensor) for leaf in results):  # such as of item()

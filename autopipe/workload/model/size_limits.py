@@ -118,17 +118,20 @@ def lack_of_memory_to_verify(model: nn.Module) -> str:
 def with_placeholders(workload: Workload) -> nn.Module | None:
     """Return the model with random placeholders; None if it cannot be built so.
 
-    The build draws what a complete one draws: numbers that a model keeps as attributes are the same.
+    Numbers that a model keeps as attributes are those of a complete build: if any are drawn, it draws all that a
+    complete one draws, which takes long for many parameters.
     """
-    part = PartialBuild(frozenset())
-    try:
-        with torch.random.fork_rng(devices=()):
-            model = workload.build_model(part=part)
-        part.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
-    except (AutopipeError, NotDivisibleError, MemoryError):
-        return None
-    randomize_placeholders(model)
-    return model
+    for undrawn in (True, False):
+        part = PartialBuild(frozenset(), undrawn=undrawn)
+        try:
+            with torch.random.fork_rng(devices=()):
+                model = workload.build_model(part=part)
+            part.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
+        except (AutopipeError, NotDivisibleError, MemoryError):
+            continue
+        randomize_placeholders(model)
+        return model
+    return None
 
 
 def _refused(name: str, size: _Size | None, available: int, remedy: str) -> ModelFileError:

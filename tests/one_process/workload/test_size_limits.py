@@ -93,6 +93,26 @@ def test_a_large_model_has_random_parameters_that_share_memory(loaded, each):
     assert not workload.models.initial.digests and len(workload.models.initial.numbers) == 4
 
 
+DRAWS = ("torch.rand(2)", "torch.rand(()).item()", "torch.empty(3).normal_()", "torch.randperm(5)")
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_large_model_has_what_a_complete_build_draws_for_its_attributes(loaded, draw):
+    each = f"self.kept = [*getattr(self, 'kept', ()), {draw}]"
+    complete = build_within_memory(loaded(each, first=2**30, available=2**40))
+    large = build_within_memory(loaded(each, available=2**40))
+    assert has_placeholders(large) and not has_placeholders(complete)
+    assert len(large.kept) == 4 and all(map(torch.equal, *(map(torch.as_tensor, m.kept) for m in (large, complete))))
+
+
+def test_a_large_model_draws_nothing_for_its_parameters(loaded):
+    each = "self.states = [*getattr(self, 'states', ()), torch.get_rng_state()]"
+    states = build_within_memory(loaded(each, available=2**40)).states
+    assert all(torch.equal(states[0], state) for state in states)
+    states = build_within_memory(loaded(each, first=2**30, available=2**40)).states
+    assert not torch.equal(*states[:2])
+
+
 def test_a_small_model_is_built_once(loaded):
     workload = loaded(first=4 * KIB, available=2**40)
     assert not has_placeholders(build_within_memory(workload))
