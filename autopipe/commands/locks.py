@@ -53,7 +53,8 @@ def only_one(directory: Path, activity: str) -> Iterator[None]:
         _take(descriptor, directory, path)
         with contextlib.suppress(OSError):  # a full disk: the lock is valid nevertheless
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_this_process(activity)).encode() + b"\n", 0)
+            process = {"pid": os.getpid(), "host": socket.gethostname(), "doing": activity}
+            os.pwrite(descriptor, json.dumps(process).encode() + b"\n", 0)
         yield
     finally:
         os.close(descriptor)
@@ -95,10 +96,6 @@ def _take(descriptor: int, directory: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise RunError(f"{directory} cannot be locked: {error.strerror}", where=str(path)) from None
-
-
-def _this_process(activity: str) -> dict[str, object]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "doing": activity}
 
 
 def _holder(descriptor: int) -> str:

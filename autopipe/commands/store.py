@@ -127,10 +127,6 @@ def profile_digest(profile: Profile) -> str:
     return artifact.digest((profile.graph.digest, figures, profile.optimizer_seconds_per_byte))
 
 
-def _silent(what: str, fraction: float) -> None:
-    """Ignore progress."""
-
-
 @dataclass(slots=True)
 class Work:
     """The context of one command: its work directory, its progress, and its notes."""
@@ -143,7 +139,7 @@ class Work:
     @staticmethod
     def begin(work_dir: Path, progress: Progress | None, *, elsewhere: bool = False) -> Work:
         """Return the context of a new command."""
-        return Work(Store(work_dir), progress or _silent, elsewhere=elsewhere)
+        return Work(Store(work_dir), progress or (lambda what, fraction: None), elsewhere=elsewhere)
 
     def load(self, kind: type[T], path: Path) -> T | None:
         """Return an artifact, or None if it is missing or has another format version. The latter adds a note.

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import sys
-from typing import Any
 
 # of malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -25,7 +24,8 @@ def keep_freed_memory() -> None:
     By default, memory freed at the end of the heap returns to the kernel and is faulted in again, page by page: a
     tenth of a small stage's time. The process keeps at most a gigabyte that it does not use.
     """
-    _set_malloc({_MMAP_THRESHOLD: _LARGEST_FROM_HEAP, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _PAD})
+    for parameter, value in ((_MMAP_THRESHOLD, _LARGEST_FROM_HEAP), (_TRIM_THRESHOLD, _KEPT), (_TOP_PAD, _PAD)):
+        _call("mallopt", parameter, value)
 
 
 def return_freed_memory() -> None:
@@ -34,20 +34,15 @@ def return_freed_memory() -> None:
     By default, gradients and activations of a large model lie between one another on the heap, and what is freed there
     stays: a gigabyte for a backward of 1.5 B parameters, whose gradients are freed one by one.
     """
-    _set_malloc({_MMAP_THRESHOLD: _SMALLEST_ALONE})
-    if (trim := _of_malloc("malloc_trim")) is not None:
-        trim(0)
+    _call("mallopt", _MMAP_THRESHOLD, _SMALLEST_ALONE)
+    _call("malloc_trim", 0)
 
 
-def _set_malloc(parameters: dict[int, int]) -> None:
-    if (mallopt := _of_malloc("mallopt")) is not None:
-        for parameter, value in parameters.items():
-            mallopt(parameter, value)
-
-
-def _of_malloc(name: str) -> Any:
-    """Return a function of glibc's malloc; None where there is none."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of glibc, where it has one of this name."""
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+    if function is not None:
+        function(*arguments)
 
 
 def use_batch_scheduler() -> None:

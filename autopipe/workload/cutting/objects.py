@@ -28,14 +28,12 @@ def register_objects(item: Any) -> None:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
-    if not depth or isinstance(value, (Tensor, nn.Module, type)) or not _can_be_registered(type(value)):
+    kind = type(value)
+    known = kind.__module__ == "builtins" or kind in pytree.SUPPORTED_NODES or hasattr(kind, "__next__")
+    if not depth or isinstance(value, (Tensor, nn.Module, type)) or known:
         return False
     inside = pytree.tree_leaves(list(_parts(value)))
     return any(isinstance(entry, Tensor) or _holds_tensors(entry, depth - 1) for entry in inside)
-
-
-def _can_be_registered(kind: type) -> bool:
-    return kind.__module__ != "builtins" and kind not in pytree.SUPPORTED_NODES and not hasattr(kind, "__next__")
 
 
 def _parts(value: Any) -> list[Any]:

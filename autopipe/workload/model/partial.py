@@ -153,7 +153,7 @@ class PartialBuild:
         elif self._wanted is not None and self._count not in self._wanted and self._derived.can_share(parameter):
             self._derived.lose(parameter)  # what else uses its memory
             make_placeholder(parameter, self._pages)
-            self._derived.add_placeholder(parameter)
+            _add_to(self._derived.placeholders, parameter)
         self._numbers[part] = self._count
         self._count += 1
         return part
@@ -171,33 +171,27 @@ class _Derived:
     """The memory of placeholders, and all memory whose content is computed from a lost content of theirs.
 
     A placeholder has its own content from an operation that writes all of it until another placeholder is written:
-    an initializer may read what it has just drawn.
-
-    ``undrawn``: leave out what is drawn for them.
+    an initializer may read what it has just drawn. ``undrawn``: leave out what is drawn for placeholders.
     """
 
     def __init__(self, *, undrawn: bool) -> None:
         self._undrawn, self._left_out = undrawn, False  # asked for; done
         self.refused = ""  # also if the user's code catches the exception
-        self._placeholders: dict[int, StorageWeakRef] = {}
+        self.placeholders: dict[int, StorageWeakRef] = {}
         self._computed: dict[int, StorageWeakRef] = {}
         self._current: int | None = None  # the placeholder that has its own content
-
-    def add_placeholder(self, parameter: nn.Parameter) -> None:
-        """Add a placeholder."""
-        _add_to(self._placeholders, parameter)
 
     def is_of_placeholder(self, tensor: Any) -> bool:
         """Return whether a value is a placeholder or a view of one."""
         strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-        return strided and _is_in(tensor, self._placeholders)
+        return strided and _is_in(tensor, self.placeholders)
 
     def can_share(self, parameter: nn.Parameter) -> bool:
         """Return whether only tensors can use the memory of a parameter, and not numpy or another owner."""
         if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
             return False
         own = parameter.untyped_storage().resizable() or _is_in(parameter, _own_pages)
-        return own or _is_in(parameter, self._placeholders)
+        return own or _is_in(parameter, self.placeholders)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the content of a tensor is not that of a complete build."""
