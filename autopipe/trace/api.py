@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import logging
 import types
@@ -26,7 +25,7 @@ from autopipe.trace.placed import Place
 from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture, with_divisor
-from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, shortened, sizes_of, varying_lengths
+from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
@@ -139,8 +138,7 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        short = lengths if captured.graph.lengths else ()
-        of_state, unread = _of_python(workload, model, item, captured, place, ran if state else None, settings, short)
+        of_state, unread = _of_python(workload, model, item, captured, place, ran if state else None, settings)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
@@ -176,13 +174,10 @@ def _of_python(
     place: Place,
     ran: dict[types.CodeType, Ran] | None,
     settings: Mapping[str, Any],
-    lengths: tuple[Length, ...],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the notes of the search for state, and the parts of a batch that are not read.
 
-    ``ran``: None to search for no state. ``lengths``: those that vary.
-
-    Raises: TraceError with ``of_state`` if the forward reads state that changes.
+    ``ran``: None to search for no state. Raises: TraceError with ``of_state`` if the forward reads state that changes.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return (), ()
@@ -190,9 +185,8 @@ def _of_python(
     with place.having(workload, model, captured) as placed:
         own = place.item(workload, item)
         if ran is not None and trains(model):
-            shorten = functools.partial(shortened, workload, lengths=lengths, part=0)
             with _of_state():
-                notes = refuse_changing_state(placed, model, own, ran, settings, shorten if lengths else None)
+                notes = refuse_changing_state(placed, model, own, ran, settings)
         return notes, unread_paths(placed, model, own, captured.module)
 
 

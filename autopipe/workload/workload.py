@@ -73,13 +73,10 @@ def without_data(module: ModuleType, spec: WorkloadSpec, name: str) -> ModelFile
 
 
 def _lacking(module: ModuleType, spec: WorkloadSpec) -> list[str]:
-    has = set(spec.hooks) | {name for name, value in vars(module).items() if callable(value) or _is_data(value)}
-    lacks = [] if spec.inputs or has & {"data", "example_inputs"} else ["data"]
-    return lacks if "loss" in has else [*lacks, "loss"]
-
-
-def _is_data(value: object) -> bool:
-    return hasattr(value, "__iter__") and not hasattr(value, "backward")
+    values = vars(module).items()
+    has = {n for n, v in values if callable(v) or (hasattr(v, "__iter__") and not hasattr(v, "backward"))}
+    lacks = [] if spec.inputs or (has | set(spec.hooks)) & {"data", "example_inputs"} else ["data"]
+    return lacks if "loss" in has | set(spec.hooks) else [*lacks, "loss"]
 
 
 def _absent(name: str) -> str:

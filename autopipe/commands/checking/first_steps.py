@@ -75,7 +75,7 @@ class FirstSteps:
     error: Exception | None = None
     # the first step of the run that depends on the result, -1 for all of it
     since: int = -1
-    _worker: Worker | None = None
+    worker: Worker | None = None
     # of the process beside the ranks, until it starts
     _task: dict[str, Any] | None = None
     _scratch: str = ""
@@ -142,7 +142,7 @@ class FirstSteps:
     @property
     def running(self) -> bool:
         """Whether the process beside the ranks compares, or will."""
-        return self._worker is not None or self._task is not None
+        return self.worker is not None or self._task is not None
 
     def poll(self, *, trains: bool = True) -> None:
         """Take the result of the process beside the ranks, if it has ended. Raises: the difference.
@@ -151,12 +151,12 @@ class FirstSteps:
         """
         if trains and self._task is not None:
             self._start(self._task)
-        if (worker := self._worker) is None:
+        if (worker := self.worker) is None:
             return
         list(worker.receive())  # nothing but its end is due
         if not worker.ended:
             return
-        self._worker = None
+        self.worker = None
         self._clear()
         edited = next((path for path, content in self.files.items() if digest_of_file(Path(path)) != content), "")
         if edited:
@@ -175,29 +175,29 @@ class FirstSteps:
     def finish(self, stopped: Callable[[], bool], most_seconds: float = math.inf) -> None:
         """Wait for the result, or until ``stopped``, at most this time. Raises: the difference."""
         deadline = time.monotonic() + most_seconds
-        self.poll()
-        if self.running:
+        self.poll(trains=not stopped())
+        if self.worker is not None:
             self.events("progress", {"what": "waiting for the comparison with plain training", "fraction": 0.0})
-        while self._worker is not None and time.monotonic() < deadline and not stopped():
-            wait_for([self._worker], _LOOK_SECONDS)
+        while self.worker is not None and time.monotonic() < deadline and not stopped():
+            wait_for([self.worker], _LOOK_SECONDS)
             self.poll()
 
     def end(self) -> None:
         """End the process beside the ranks, if it compares or would."""
         if self.running:
-            if self._worker is not None:
-                self._worker.end()
-                self._worker = None
-            self._clear()
             self._note("not checked: the comparison with plain training did not end; the next run repeats it")
+        if self.worker is not None:
+            self.worker.end()
+            self.worker = None
+        self._clear()
 
     def _start(self, task: dict[str, Any]) -> None:
         self._task = None
         doing, threads = "comparing with plain training", torch.get_num_threads()
         try:
-            self._worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
-        except RunError as error:
-            self._note(f"not checked: {error.what}")
+            self.worker = Worker(compare_beside, task, doing=doing, threads=threads, instead=_OMIT)
+        except (RunError, OSError) as error:
+            self._note(f"not checked: {getattr(error, 'what', error)}")
             self._clear()
 
     def _clear(self) -> None:

@@ -209,7 +209,7 @@ class Attempts:
                 "note",
                 {"text": "the data is not what the interrupted run read: reading it once more, in a new process"},
             )
-            if self.listener.first_steps is not None:
+            if self.listener.first_steps is not None and self.listener.first_steps.worker is not None:
                 self.listener.first_steps.end()  # its process was forked from the server, too
             end_fork_server()
         elif self._other_digest == event["digest"]:

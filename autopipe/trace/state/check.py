@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -53,13 +53,11 @@ def refuse_changing_state(
     item: Item,
     data: dict[types.CodeType, Ran] | None = None,
     settings: Mapping[str, Any] | None = None,
-    shorten: Callable[[Item], Item] | None = None,
 ) -> tuple[str, ...]:
     """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
     ``data``: the functions that ran when the batch was created. ``settings``: those of the process before the model
-    first ran. ``shorten``: cuts a batch to a smaller length; None if its lengths may not vary. Returns notes for the
-    user.
+    first ran. Returns notes for the user.
 
     Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
@@ -90,7 +88,7 @@ def refuse_changing_state(
             refuse_counts(look, last)
             refuse_hooks(look, last)
             refuse_data(look, last, data or {})
-            refuse_later_items(look, None if shorten is None else shorten(part))
+            refuse_later_items(look)
             break
     return tuple(look.notes)
 
@@ -108,6 +106,7 @@ class Look:
     notes: list[str] = field(default_factory=list)  # messages for the user
     _accesses: list[tuple[Reader, Access]] | None = None
     _files: dict[str, str] = field(default_factory=dict)  # that every run changes and reads, with the changing line
+    loss: Tensor | None = None  # of the first run, if it has changed neither state nor tensors
     _loss: Tensor | None = None  # of the last run
     _drops_saved: bool = False  # whether nothing is kept for a backward
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
@@ -146,10 +145,12 @@ class Look:
         def meet(ran: Ran) -> None:
             met.extend(reached(ran), before)
 
+        versions = _versions(self.model)
         with watched_files() as files:
-            observed(lambda: self.run(self.item), self.ran, meet, refuse_seed)
+            loss = observed(lambda: self.run(self.item), self.ran, meet, refuse_seed)
         last = self.snapshot()
         if not last.changed_since(before, met) and not files.carried():
+            self.loss = loss if _versions(self.model) == versions else None
             return last, last
         for _ in range(2):
             with watched_files() as files:
@@ -359,6 +360,12 @@ class Look:
         if self._accesses is None:
             self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]
         return self._accesses
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Return what tells whether parameters and buffers are the same tensors, and nothing wrote to them."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 __all__ = ["Look", "refuse_changing_state"]

@@ -17,7 +17,6 @@ from torch import Tensor
 from autopipe.errors import TraceError, counted
 from autopipe.trace.record.model_snapshot import buffers_restored
 from autopipe.trace.state.refusal import DATA, FORWARD, INPUT
-from autopipe.workload import Item
 
 if TYPE_CHECKING:
     from autopipe.trace.state.check import Look
@@ -27,21 +26,20 @@ _ROUNDING = 1e-5  # of a loss; a few operations add in an order that depends on 
 _MOST_SECONDS = 2.0  # no further batch is created after this time
 
 
-def refuse_later_items(look: Look, short: Item | None = None) -> None:
+def refuse_later_items(look: Look) -> None:
     """Refuse a data hook if the loss of one batch changes when further batches are created.
 
-    A forward whose loss differs from run to run anyway is refused for that. The model is restored. ``short``: a batch
-    at a length at which the model runs sooner, unless it rejects it.
+    A forward whose loss differs from run to run anyway is refused for that. The model is restored.
     """
     workload = look.workload
     if not getattr(workload, "has_data", False):
         return
-    item, before = _first_loss(look, short)
+    before = _loss(look) if look.loss is None or workload.own_loss.child else look.loss
     number = _create_items(look)
-    after = _loss(look, item)
+    after = _loss(look)
     if torch.equal(before, after):
         return
-    again = _loss(look, item)
+    again = _loss(look)
     if not torch.equal(after, again):
         _refuse_unrepeatable(after, again, workload.name)
         if abs(float(before) - float(after)) <= _ROUNDING * abs(float(before)):
@@ -79,19 +77,9 @@ def _create_items(look: Look) -> int:
     return max(number, 0)
 
 
-def _first_loss(look: Look, short: Item | None) -> tuple[Item, Tensor]:
-    """Return the batch that is run, and its loss."""
-    if short is not None:
-        with contextlib.suppress(Exception):
-            loss = _loss(look, short)
-            if loss.isfinite():
-                return short, loss
-    return look.item, _loss(look, look.item)
-
-
-def _loss(look: Look, item: Item) -> Tensor:
+def _loss(look: Look) -> Tensor:
     with look.workload.own_loss.original(look.model), buffers_restored(look.model):
-        return look.run(item)
+        return look.run(look.item)
 
 
 __all__ = ["refuse_later_items"]

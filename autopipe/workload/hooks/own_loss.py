@@ -32,12 +32,12 @@ class OwnLoss:
     def __init__(self, hook: Hook | None) -> None:
         self.hook = hook  # None if the output of the model carries the loss
         self._copies: dict[torch.device, nn.Module] = {}
-        self._name = ""  # of the child; "" without one
+        self.child = ""  # of the child; "" without one
 
     @property
     def prefix(self) -> str:
         """The prefix of the names of the loss's parameters after a build; "" if it has none."""
-        return f"{self._name}." if self._name and self._has_parameters else ""
+        return f"{self.child}." if self.child and self._has_parameters else ""
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
         """Return the parameter names of a model that belong to the loss."""
@@ -68,8 +68,8 @@ class OwnLoss:
         if not self._has_parameters:
             for part in module.modules():
                 part._non_persistent_buffers_set.update(part._buffers)
-        self._name = next(name for name in _NAMES if not hasattr(model, name))
-        model._modules[self._name] = module
+        self.child = next(name for name in _NAMES if not hasattr(model, name))
+        model._modules[self.child] = module
 
     def _refuse_shared(self, module: nn.Module, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -86,24 +86,24 @@ class OwnLoss:
     @contextlib.contextmanager
     def detached(self, model: nn.Module) -> Iterator[None]:
         """Remove the child from the model within the block."""
-        child = model._modules.pop(self._name, None) if self._name else None
+        child = model._modules.pop(self.child, None) if self.child else None
         try:
             yield
         finally:
             if child is not None:
-                model._modules[self._name] = child
+                model._modules[self.child] = child
 
     @contextlib.contextmanager
     def original(self, model: nn.Module) -> Iterator[None]:
         """Replace the child by the user's instance within the block: other functions of the file may change it."""
-        child = model._modules.get(self._name) if self._name else None
+        child = model._modules.get(self.child) if self.child else None
         if child is not None:
-            model._modules[self._name] = self._module
+            model._modules[self.child] = self._module
         try:
             yield
         finally:
             if child is not None:
-                model._modules[self._name] = child
+                model._modules[self.child] = child
 
     def function(self, model: nn.Module, output: Any) -> Any:
         """Return the function to call with (output, target).
@@ -111,8 +111,8 @@ class OwnLoss:
         A module of torch with class weights is copied once to the device of the output.
         """
         assert self.hook is not None
-        if self._name:
-            return model._modules[self._name]
+        if self.child:
+            return model._modules[self.child]
         function = self.hook.function
         buffers = [] if self._module is None else list(self._module.buffers())
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if buffers else []

@@ -53,10 +53,10 @@ class ModelFactory:
             self.notes = tuple(filter(None, (modes, uninitialized)))
             original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
             self._own_loss.attach(model, original)
-            if build.is_complete and not self.initial.digests:
-                self.initial = initial_values(model, build.numbers(model))
-            elif not self.initial.numbers:
-                self.initial = InitialValues(numbers=build.numbers(model))
+        if build.is_complete and not self.initial.digests:
+            self.initial = initial_values(model, build.numbers(model))
+        elif not self.initial.numbers:
+            self.initial = InitialValues(numbers=build.numbers(model))
         return model
 
     @functools.cached_property

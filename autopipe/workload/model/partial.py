@@ -84,7 +84,7 @@ class PartialBuild:
         self._count, self._pages = 0, SharedPages()
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
         self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
-        self._derived = _Derived(undrawn=undrawn)
+        self.derived = _Derived(undrawn=undrawn)
 
     @property
     def is_complete(self) -> bool:
@@ -110,16 +110,16 @@ class PartialBuild:
 
         nn.Module.register_parameter = register_part  # type: ignore[method-assign, assignment]
         try:
-            with contextlib.nullcontext() if self._wanted is None else self._derived.followed():
+            with contextlib.nullcontext() if self._wanted is None else self.derived.followed():
                 yield
         except Exception as error:
-            if self._derived.refused:
-                raise NotDivisibleError(self._derived.refused) from error
+            if self.derived.refused:
+                raise NotDivisibleError(self.derived.refused) from error
             raise
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
-        if self._derived.refused:
-            raise NotDivisibleError(self._derived.refused)
+        if self.derived.refused:
+            raise NotDivisibleError(self.derived.refused)
 
     def refuse_derived(self, model: nn.Module, is_own: Callable[[str, Tensor], bool]) -> None:
         """Raise NotDivisibleError if the content of one of these tensors of a model depends on a placeholder's.
@@ -133,8 +133,8 @@ class PartialBuild:
                 whole_name = f"{path}.{name}".removeprefix(".")
                 if tensor is None or not is_own(whole_name, tensor):
                     continue
-                if self._derived.depends(tensor):
-                    raise NotDivisibleError(f"{whole_name} depends on a parameter that has no memory here")
+                if self.derived.depends(tensor):
+                    raise self.derived.refuse(whole_name)
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter to register: itself, or one without memory of its own."""
@@ -150,10 +150,10 @@ class PartialBuild:
         if self._empty and not parameter.is_meta:
             part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._replaced[parameter] = part
-        elif self._wanted is not None and self._count not in self._wanted and self._derived.can_share(parameter):
-            self._derived.lose(parameter)  # what else uses its memory
+        elif self._wanted is not None and self._count not in self._wanted and self.derived.can_share(parameter):
+            self.derived.lose(parameter)  # what else uses its memory
             make_placeholder(parameter, self._pages)
-            _add_to(self._derived.placeholders, parameter)
+            _add_to(self.derived.placeholders, parameter)
         self._numbers[part] = self._count
         self._count += 1
         return part
@@ -175,7 +175,8 @@ class _Derived:
     """
 
     def __init__(self, *, undrawn: bool) -> None:
-        self._undrawn, self._left_out = undrawn, False  # asked for; done
+        self._undrawn = undrawn
+        self.left_out: Tensor | None = None  # the state of the generator, if a draw was left out
         self.refused = ""  # also if the user's code catches the exception
         self.placeholders: dict[int, StorageWeakRef] = {}
         self._computed: dict[int, StorageWeakRef] = {}
@@ -222,14 +223,14 @@ class _Derived:
         elif computed:
             self.lose(tensor)
 
-    def leaves_out(self, name: str, target: Any) -> bool:
+    def leaves_out(self, name: str, target: Any, generator: Any) -> bool:
         """Return whether a draw is for a placeholder only, and left out. Raises: NotDivisibleError for a later one."""
-        if name in _IN_PLACE and self._undrawn and self.is_of_placeholder(target):
-            self._left_out, self._current = True, None
+        if self._undrawn and name in _IN_PLACE and generator is None and self.is_of_placeholder(target):
+            self.left_out = torch.default_generator.get_state() if self.left_out is None else self.left_out
+            self._current = None
             return True
-        if self._left_out:
-            self.refused = f"{name} draws after numbers that were left out"
-            raise NotDivisibleError(self.refused)
+        if self.left_out is not None:
+            raise self.refuse(name)
         return False
 
     @contextlib.contextmanager
@@ -248,10 +249,12 @@ class _Derived:
                 yield
         finally:
             torch.Tensor._reduce_ex_internal = pickled  # type: ignore[method-assign]
+        if self.left_out is not None and not torch.equal(self.left_out, torch.default_generator.get_state()):
+            raise self.refuse("a draw of a thread, or a seed,")
 
     def refuse(self, name: str) -> NotDivisibleError:
         """Return the error for a number that the build reads."""
-        self.refused = f"{name} reads a parameter that has no memory here"
+        self.refused = f"{name} depends on a parameter, or on random numbers, that this build does not have"
         return NotDivisibleError(self.refused)
 
 
@@ -287,7 +290,7 @@ class _Operations(TorchDispatchMode):
         draws = is_random(func, args, kwargs) and name not in _COUNTED
         if computed and (draws or torch.Tag.dynamic_output_shape in func.tags):
             raise self._derived.refuse(name)
-        if is_random(func, args, kwargs) and self._derived.leaves_out(name, args[0] if args else None):
+        if is_random(func, args, kwargs) and self._derived.leaves_out(name, args[0], kwargs.get("generator")):
             return args[0]
         result = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]

@@ -118,19 +118,19 @@ def lack_of_memory_to_verify(model: nn.Module) -> str:
 def with_placeholders(workload: Workload) -> nn.Module | None:
     """Return the model with random placeholders; None if it cannot be built so.
 
-    Numbers that a model keeps as attributes are those of a complete build: if any are drawn, it draws all that a
-    complete one draws, which takes long for many parameters.
+    Numbers that a model draws for its attributes are those of a complete build: a build that draws any is repeated, and
+    draws all that a complete one draws, which takes long for many parameters.
     """
     for undrawn in (True, False):
         part = PartialBuild(frozenset(), undrawn=undrawn)
-        try:
+        with contextlib.suppress(AutopipeError, NotDivisibleError, MemoryError):
             with torch.random.fork_rng(devices=()):
                 model = workload.build_model(part=part)
             part.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
-        except (AutopipeError, NotDivisibleError, MemoryError):
-            continue
-        randomize_placeholders(model)
-        return model
+            randomize_placeholders(model)
+            return model
+        if part.derived.left_out is None or not part.derived.refused:
+            break  # draws would not help
     return None
 
 

@@ -69,10 +69,9 @@ def test_a_capture_differentiates_two_short_batches_and_no_complete_one(tmp_path
         graph = capture(load_workload(LoadOptions(str(path)))).graph
     assert graph.lengths, "lengths may vary"
     complete = {rows: count // BLOCKS for rows, count in products.forward.items() if rows >= LENGTH}
-    # the search for state runs two samples once; the loss of three samples is compared at the complete length
-    assert sum(rows * count for rows, count in complete.items()) <= (2 + 3 + 3) * LENGTH, products.forward
-    # one of the model and two of the graph; two of the search for state that the data hook changes
+    # the search for state runs two samples twice; the loss of three samples is compared at the complete length
+    assert sum(rows * count for rows, count in complete.items()) <= (2 * 2 + 3 + 3) * LENGTH, products.forward
     short = sum(count for rows, count in products.forward.items() if rows < LENGTH) // BLOCKS
-    assert short <= 3 + 2, products.forward
+    assert short <= 3, products.forward
     # of the batch of the model and of the two parts of the graph: the products for weights and for inputs
     assert 0 < products.num_backward <= 3 * (2 * BLOCKS), products.num_backward

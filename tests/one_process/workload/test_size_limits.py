@@ -105,6 +105,53 @@ def test_a_large_model_has_what_a_complete_build_draws_for_its_attributes(loaded
     assert len(large.kept) == 4 and all(map(torch.equal, *(map(torch.as_tensor, m.kept) for m in (large, complete))))
 
 
+OF_THREADS = """
+def drawn():
+    values = []
+    thread = threading.Thread(target=lambda: values.append(torch.rand(2)))
+    thread.start()
+    thread.join()
+    return values
+"""
+OF_OWN = """
+def drawn():
+    nn.init.normal_(nn.Parameter(torch.empty(4, 4)), generator=G)
+    values = nn.Linear(4, 4)
+    nn.init.normal_(values.weight, generator=G)
+    return [torch.tensor(list(G.get_state()[24:200].tolist())).float()]
+"""
+SEEDED = """
+def drawn():
+    torch.manual_seed(3)
+    nn.Linear(4, 4)
+    return []
+"""
+
+
+@pytest.mark.parametrize("drawn", [OF_THREADS, OF_OWN, SEEDED], ids=["a thread", "an own generator", "a seed"])
+def test_a_large_model_has_what_other_generators_and_threads_draw(loaded, drawn):
+    each = "self.kept = [*getattr(self, 'kept', ()), *drawn(), torch.rand(2)]"
+    end = f"\nimport threading\nG = torch.Generator()\n{drawn}"
+    models = [build_within_memory(loaded(each, end, first=first, available=2**40)) for first in (2**30, KIB)]
+    assert [has_placeholders(model) for model in models] == [False, True]
+    assert all(map(torch.equal, *(model.kept for model in models)))
+
+
+def test_a_large_model_draws_what_only_a_thread_draws(loaded):
+    end = f"\nimport threading\n{OF_THREADS}"
+    each = "self.kept = [*getattr(self, 'kept', ()), *drawn()]"
+    models = [build_within_memory(loaded(each, end, first=first, available=2**40)) for first in (2**30, KIB)]
+    assert all(map(torch.equal, *(model.kept for model in models)))
+
+
+def test_a_build_that_fails_is_not_repeated_for_its_draws(loaded):
+    builds = "BUILDS = globals().setdefault('BUILDS', [])"
+    workload = loaded("[][1]", f"\n{builds}\nNet.__new__ = lambda cls: (BUILDS.append(1), nn.Module.__new__(cls))[1]\n")
+    with pytest.raises(ModelFileError, match="IndexError"):
+        build_within_memory(workload, known_bytes=4 * KIB)
+    assert len(workload.builder.value.__globals__["BUILDS"]) == 2, "with placeholders, and completely"
+
+
 def test_a_large_model_draws_nothing_for_its_parameters(loaded):
     each = "self.states = [*getattr(self, 'states', ()), torch.get_rng_state()]"
     states = build_within_memory(loaded(each, available=2**40)).states
