@@ -1,14 +1,17 @@
 """The tolerance where equality is not promised bit for bit, and the reasons."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from autopipe.cli.main import autopipe
-from autopipe.verify.comparison import Comparison, TensorDifference
+from autopipe.verify import comparison
+from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
 
 
 def compared(*tensors: tuple[float, float], loss: float = 1.0) -> Comparison:
@@ -18,6 +21,31 @@ def compared(*tensors: tuple[float, float], loss: float = 1.0) -> Comparison:
     )
     usual = sorted(noise for _, noise in tensors)[len(tensors) // 2]
     return Comparison(differences, (loss,), (1.0,), False, ("replicas",), usual)
+
+
+MANY = 3 * comparison._BLOCK + 7  # elements of more than one block
+
+
+@pytest.mark.parametrize("place", [0, comparison._BLOCK, MANY - 1])
+def test_the_error_of_a_tensor_is_that_of_its_worst_element(place):
+    ours = torch.linspace(-2, 1, MANY)
+    assert relative_error(ours, ours.clone()) == 0
+    other = ours.clone()
+    other[place] += 0.25
+    size = float(other.abs().max())
+    assert relative_error(ours, other) == pytest.approx(0.25 / size)
+    assert relative_error(ours, other, least=10.0) == pytest.approx(0.025)
+    assert relative_error(ours.to(torch.complex64) * 1j, other * 1j) == pytest.approx(0.25 / size)
+    other[place] = math.nan
+    assert relative_error(ours, other) == relative_error(other, ours) == math.inf
+    other[place] = -math.inf
+    assert relative_error(other, other.clone()) == 0, "equal values that are infinite"
+    assert relative_error(other, ours) == math.inf
+
+
+def test_tensors_without_elements_or_of_another_shape():
+    assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+    assert relative_error(torch.zeros(2), torch.zeros(3)) == math.inf
 
 
 def test_an_error_of_a_few_times_the_noise_is_equal():
