@@ -27,17 +27,17 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     shutil.rmtree(folder, ignore_errors=True)
     if not note or model.capture.graph.varies:
         return note
+    kind = device_kind(settings, work)
     try:
         captured = capture(
             model.workload,
             model=model.built,
             allow_data_dependent=settings.allow_data_dependent,
-            verify=settings.verify,
+            verify=settings.verify and kind == "cpu",  # the comparison of the first steps includes an evaluation
             lengths=len(model.capture.graph.symbols) > 1,
             training=False,
         )
-        captured = described_on(device_kind(settings, work), captured, model.workload)
-        captured = of_same_team(captured, plan, work.store.stages, model.workload)
+        captured = of_same_team(described_on(kind, captured, model.workload), plan, work.store.stages, model.workload)
         write_recording(captured, plan, model.capture.graph, folder)
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)

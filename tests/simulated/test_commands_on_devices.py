@@ -141,10 +141,15 @@ def test_what_fails_on_a_gpu_is_captured_on_the_cpu(tmp_path: Path) -> None:
     assert "simulated GPU" in output + errors
 
 
-def test_a_plain_model_on_gpus_runs_no_forward_on_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(COUNTED)
+OTHER_CALLS = ("        return self.last", "        x = x if self.training else x.abs()\n        return self.last")
+
+
+@pytest.mark.parametrize("change", [("", ""), OTHER_CALLS], ids=["", "another graph in evaluation"])
+def test_a_model_on_gpus_runs_no_forward_on_the_cpu(change: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(COUNTED.replace(*change))
     calls = tmp_path / "calls"
     words = ("--batch-size", "4", "--steps", "2", "--no-check")
-    on_devices(tmp_path, "train", "model.py", *GPUS, *words, CALLS=str(calls))
+    _, errors = on_devices(tmp_path, "train", "model.py", *GPUS, *words, CALLS=str(calls))
+    assert ("separate stage code for evaluation" in errors) == any(change), errors
     real = [line for line in calls.read_text().splitlines() if not line.startswith("FakeTensor")]
     assert real and all(line.split()[1] == "cuda" for line in real), real
