@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopipe import sparse
 from autopipe.draws import random_states, set_random_states
 from autopipe.trace.record.containers import CONTAINERS, copied, refill
 
@@ -61,6 +62,12 @@ class BufferSnapshot:
     def is_empty(self) -> bool:
         """Return whether the modules have no buffers."""
         return not self._values
+
+    def are_unchanged(self) -> bool:
+        """Return whether the same tensors are registered, with the same values."""
+        pairs = ([(*map(id, each.values()),) for each in pair] for pair in self._registries)
+        same = all(now == before for now, before in pairs)
+        return same and all(sparse.equal(buffer, value) for buffer, value in self._values)
 
     def restore(self) -> None:
         """Register the tensors again, if others were registered, and copy their values back."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopipe import draws
 from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.explain import failed_on_real_numbers
-from autopipe.trace.record.model_snapshot import left_as_it_was
+from autopipe.trace.record.model_snapshot import BufferSnapshot, left_as_it_was
 from autopipe.trace.state.between import refuse_data, refuse_hooks, refuse_reading_hooks
 from autopipe.trace.state.counts import refuse_counts
 from autopipe.trace.state.drawing import refuse_later_items
@@ -106,7 +106,7 @@ class Look:
     notes: list[str] = field(default_factory=list)  # messages for the user
     _accesses: list[tuple[Reader, Access]] | None = None
     _files: dict[str, str] = field(default_factory=dict)  # that every run changes and reads, with the changing line
-    loss: Tensor | None = None  # of the first run, if it has changed neither state nor tensors
+    loss: Tensor | None = None  # of the first run, if it has changed neither state nor buffers
     _loss: Tensor | None = None  # of the last run
     _drops_saved: bool = False  # whether nothing is kept for a backward
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
@@ -145,12 +145,12 @@ class Look:
         def meet(ran: Ran) -> None:
             met.extend(reached(ran), before)
 
-        versions = _versions(self.model)
+        buffers = BufferSnapshot(self.model.modules())
         with watched_files() as files:
             loss = observed(lambda: self.run(self.item), self.ran, meet, refuse_seed)
         last = self.snapshot()
         if not last.changed_since(before, met) and not files.carried():
-            self.loss = loss if _versions(self.model) == versions else None
+            self.loss = loss if buffers.are_unchanged() else None
             return last, last
         for _ in range(2):
             with watched_files() as files:
@@ -360,12 +360,6 @@ class Look:
         if self._accesses is None:
             self._accesses = [(reader, access) for reader in readers(self.ran, last) for access in reader.accesses()]
         return self._accesses
-
-
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Return what tells whether parameters and buffers are the same tensors, and nothing wrote to them."""
-    tensors = (*model.parameters(), *model.buffers())
-    return [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 __all__ = ["Look", "refuse_changing_state"]
