@@ -34,7 +34,8 @@ def return_freed_memory() -> None:
     By default, gradients and activations of a large model lie between one another on the heap, and what is freed there
     stays: a gigabyte for a backward of 1.5 B parameters, whose gradients are freed one by one.
     """
-    _call("mallopt", _MMAP_THRESHOLD, _SMALLEST_ALONE)
+    for parameter, value in ((_MMAP_THRESHOLD, _SMALLEST_ALONE), (_TRIM_THRESHOLD, _PAD), (_TOP_PAD, _PAD)):
+        _call("mallopt", parameter, value)
     _call("malloc_trim", 0)
 
 
