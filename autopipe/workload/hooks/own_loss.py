@@ -32,7 +32,7 @@ class OwnLoss:
     def __init__(self, hook: Hook | None) -> None:
         self.hook = hook  # None if the output of the model carries the loss
         self._copies: dict[torch.device, nn.Module] = {}
-        self.child = ""  # of the child; "" without one
+        self.child = ""  # its name, if it is a child of the model
 
     @property
     def prefix(self) -> str:
