@@ -73,10 +73,10 @@ def without_data(module: ModuleType, spec: WorkloadSpec, name: str) -> ModelFile
 
 
 def _lacking(module: ModuleType, spec: WorkloadSpec) -> list[str]:
-    values = vars(module).items()
-    has = {n for n, v in values if callable(v) or (hasattr(v, "__iter__") and not hasattr(v, "backward"))}
-    lacks = [] if spec.inputs or (has | set(spec.hooks)) & {"data", "example_inputs"} else ["data"]
-    return lacks if "loss" in has | set(spec.hooks) else [*lacks, "loss"]
+    own = (n for n, v in vars(module).items() if callable(v) or (hasattr(v, "__iter__") and not hasattr(v, "backward")))
+    has = {*spec.hooks, *own}
+    lacks = [] if spec.inputs or has & {"data", "example_inputs"} else ["data"]
+    return lacks if "loss" in has else [*lacks, "loss"]
 
 
 def _absent(name: str) -> str:

@@ -21,16 +21,16 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module) -> Iterator[BufferSnapshot]:
     """Restore a model after the block: attributes, gradients and buffers, and the random generators of the CPU.
 
-    Weights are not copied: a caller that changes one restores it.
+    Weights are not copied: a caller that changes one restores it. Yields the buffers before the block.
     """
     snapshot = ModelSnapshot(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with buffers_restored(model):
+    with buffers_restored(model) as buffers:
         try:
-            yield
+            yield buffers
         finally:
             snapshot.restore()
             for parameter, gradient in gradients:
@@ -38,11 +38,11 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore only the buffers after the block."""
+def buffers_restored(model: nn.Module) -> Iterator[BufferSnapshot]:
+    """Restore only the buffers after the block. Yields them as they were before it."""
     buffers = BufferSnapshot(model.modules())
     try:
-        yield
+        yield buffers
     finally:
         buffers.restore()
 
@@ -65,8 +65,7 @@ class BufferSnapshot:
 
     def are_unchanged(self) -> bool:
         """Return whether the same tensors are registered, with the same values."""
-        pairs = ([(*map(id, each.values()),) for each in pair] for pair in self._registries)
-        same = all(now == before for now, before in pairs)
+        same = all([*map(id, now.values())] == [*map(id, before.values())] for now, before in self._registries)
         return same and all(sparse.equal(buffer, value) for buffer, value in self._values)
 
     def restore(self) -> None:

@@ -64,9 +64,9 @@ def refuse_changing_state(
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
     SETTINGS.restore({name: value for name, value in (settings or {}).items() if name in OF_RESULTS})
-    parts = [workload.split(item, 2)[-1], item] if halves else [item]
-    tries = [(part, has_placeholders(model)) for part in parts]
-    tries += [(item, False)] if has_placeholders(model) else []  # it may run a backward in its forward
+    parts, is_large = [workload.split(item, 2)[-1], item] if halves else [item], has_placeholders(model)
+    tries = [(part, is_large) for part in parts]
+    tries += [(item, False)] if is_large else []  # it may run a backward in its forward
     for number, (part, drops_saved) in enumerate(tries, 1):
         look = Look(workload, model, part, hooks, _drops_saved=drops_saved)
         with look.restored(compared=True) as before:
@@ -109,6 +109,7 @@ class Look:
     loss: Tensor | None = None  # of the first run, if it has changed neither state nor buffers
     _loss: Tensor | None = None  # of the last run
     _drops_saved: bool = False  # whether nothing is kept for a backward
+    _buffers: BufferSnapshot = field(init=False)  # before the first run
     _met: Snapshot = field(default_factory=Snapshot)  # of what only functions reach, before the first of them ran
 
     def snapshot(self) -> Snapshot:
@@ -121,7 +122,7 @@ class Look:
     @contextlib.contextmanager
     def restored(self, *, compared: bool = False) -> Iterator[Snapshot]:
         """Restore model, loss and the user's modules after the block. Yields the snapshot before it."""
-        with left_as_it_was(self.model):
+        with left_as_it_was(self.model) as self._buffers:
             before = Snapshot.of(self._roots(), compared=compared)
             self.has_generator |= before.has_generator()
             try:
@@ -145,12 +146,11 @@ class Look:
         def meet(ran: Ran) -> None:
             met.extend(reached(ran), before)
 
-        buffers = BufferSnapshot(self.model.modules())
         with watched_files() as files:
             loss = observed(lambda: self.run(self.item), self.ran, meet, refuse_seed)
         last = self.snapshot()
         if not last.changed_since(before, met) and not files.carried():
-            self.loss = loss if buffers.are_unchanged() else None
+            self.loss = loss if self._buffers.are_unchanged() else None
             return last, last
         for _ in range(2):
             with watched_files() as files:

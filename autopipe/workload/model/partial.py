@@ -287,10 +287,10 @@ class _Operations(TorchDispatchMode):
         form_only = replaced or creates  # of the first operand
         read = pytree.tree_leaves((args[1:] if form_only else args, kwargs))
         computed = any(isinstance(leaf, Tensor) and self._derived.has(leaf) for leaf in read)
-        draws = is_random(func, args, kwargs) and name not in _COUNTED
-        if computed and (draws or torch.Tag.dynamic_output_shape in func.tags):
+        draws = is_random(func, args, kwargs)
+        if computed and ((draws and name not in _COUNTED) or torch.Tag.dynamic_output_shape in func.tags):
             raise self._derived.refuse(name)
-        if is_random(func, args, kwargs) and self._derived.leaves_out(name, args[0], kwargs.get("generator")):
+        if draws and self._derived.leaves_out(name, args[0], kwargs.get("generator")):
             return args[0]
         result = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
