@@ -114,6 +114,14 @@ def _reseed(value: int, generator: torch.Generator | None = None) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
 
 
+class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
+    """A mode for code that nothing compiles: its operations do not import the compiler, and are not disabled in it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """While active, the k-th random ATen operation draws from ``seed_of(seed, minibatch, microbatch, first + k)``."""
 

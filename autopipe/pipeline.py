@@ -61,7 +61,7 @@ def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concaten
     @_guarded
     @functools.wraps(method)
     def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        from autopipe.commands.user_modules import USER_MODULES
+        from autopipe.user_modules import USER_MODULES
 
         options = self.options | {name: value for name, value in kwargs.items() if value is not None}
         files = tuple(str(options.get(name)) for name in option_values.TARGETS)

@@ -97,7 +97,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             model, profile = _profile_for(settings, request, work, sizes, minibatch)
             if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
-            batch_size, warnings = batch_of(model.workload, request, work), model.capture.notes
+            batch_size, warnings = batch_of(model.workload, request, work), model.notes
             artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
@@ -171,9 +171,9 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         plan, _ = work.store.stored_plan()
         settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
         model = load_model(settings, work, verify=False, minibatch=Minibatch(plan.num_microbatches, plan.batch_size))
-        if model.capture.graph.digest != plan.graph_digest:
+        if model.graph.digest != plan.graph_digest:
             raise ArtifactError(
-                f"the plan was made for model {plan.graph_digest}, and the model is now {model.capture.graph.digest}",
+                f"the plan was made for model {plan.graph_digest}, and the model is now {model.graph.digest}",
                 where=str(work.store.plan),
                 remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
             )
@@ -209,7 +209,7 @@ def prepare(
     plan, record = ensure_plan(model.workload, profile, settings, work)
     # a seed or learning rate that only this command names changes the training and not the plan
     plan = dataclasses.replace(plan, workload=model.workload.spec)
-    if _stages_are_valid(work.store, plan, model.capture.graph.divisor):
+    if _stages_are_valid(work.store, plan, model.graph.divisor):
         work.notes.append("stage files reused")
         note = evaluation.note_of(model, work)
     else:
@@ -219,17 +219,18 @@ def prepare(
         work.notes.append(f"wrote {counted(len(plan.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
-        graph=model.capture.graph,
+        graph=model.graph,
         profile=profile,
         record=record,
         plan=plan,
         stages=work.store.stages,
         notes=(*work.notes, model.workload.choice.note, *assumptions(record, plan)),
-        warnings=(*model.capture.notes, *filter(None, [profile.coupling.text(plan.num_microbatches)])),
+        warnings=(*model.notes, *filter(None, [profile.coupling.text(plan.num_microbatches)])),
         evaluation_note=note,
         max_shapes=settings.max_shapes,
         allow_data_dependent=settings.profile.allow_data_dependent,
         placeholders=model.built if has_placeholders(model.built) else None,
+        unchanged=model.unchanged,
     )
 
 

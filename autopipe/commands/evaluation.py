@@ -23,9 +23,9 @@ from autopipe.workload import Workload
 
 def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> str:
     """Write separate stage code for evaluation if it is needed. Return the reason if it cannot be made, else ""."""
-    note, folder = model.capture.evaluation_note, work.store.stages / EVALUATION
+    note, folder = model.evaluation_note, work.store.stages / EVALUATION
     shutil.rmtree(folder, ignore_errors=True)
-    if not note or model.capture.graph.varies:
+    if not note or model.graph.varies:
         return note
     kind = device_kind(settings, work)
     try:
@@ -34,11 +34,11 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
             model=model.built,
             allow_data_dependent=settings.allow_data_dependent,
             verify=settings.verify and kind == "cpu",  # the comparison of the first steps includes an evaluation
-            lengths=len(model.capture.graph.symbols) > 1,
+            lengths=len(model.graph.symbols) > 1,
             training=False,
         )
         captured = of_same_team(described_on(kind, captured, model.workload), plan, work.store.stages, model.workload)
-        write_recording(captured, plan, model.capture.graph, folder)
+        write_recording(captured, plan, model.graph, folder)
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)
         return f"{note}; captured in evaluation mode: {why.what}"
@@ -49,7 +49,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
 def note_of(model: Model, work: Work) -> str:
     """Return the reason why the stored stages cannot evaluate, or ""."""
     written = (work.store.stages / EVALUATION / "plan.json").is_file()
-    return "" if written else model.capture.evaluation_note
+    return "" if written else model.evaluation_note
 
 
 def refuse_impossible(workload: Workload, note: str, batch_size: int | None, remedy: str) -> None:

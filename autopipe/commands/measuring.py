@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autopipe.capture_inputs import store
 from autopipe.commands.checking.batch_sizes import PlainModel, taken
 from autopipe.commands.models import Model, counted_if_too_large, load_model
 from autopipe.commands.planning.request import (
@@ -102,7 +103,7 @@ def measure_anew(
 
 
 def _with_numbers(model: Model) -> Any:
-    graph = model.capture.graph
+    graph = model.graph
     return WithNumbers(model.workload, graph.numbers) if graph.varies else model.workload
 
 
@@ -119,9 +120,9 @@ def _measured_here(
     model = load_model(settings, work, verify=settings.verify, minibatch=minibatch, proven_on=proven_on)
     release(torch.device(proven_on))
     if accept is not None:
-        accept(model.capture.graph)
+        accept(model.graph)
     profile = measure_model(model, settings, work, sizes)
-    return Measured(profile, model.capture.method, model.capture.notes)
+    return Measured(profile, model.capture.method, model.notes)
 
 
 def _measured_in_another_process(
@@ -215,7 +216,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
         sizes = dataclasses.replace(sizes, exact=(sizes.batch_size or own_size,))
     minibatch_size = sizes.batch_size or own_size
     larger = larger_sizes(minibatch_size)
-    if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
+    if not model.graph.symbols:  # no size may vary: there is one microbatch size to measure
         wanted = sizes.exact or (model.workload.num_samples(model.workload.example_item(1)),)
         larger = ()
     elif settings.microbatch_sizes:
@@ -307,20 +308,21 @@ def ensure_profile(
 
         def load(how: ProfileSettings) -> Model:
             # a graph that equals the stored one was verified when that was captured
-            return load_model(how, work, verify=False, stored=stored, minibatch=minibatch)
+            return load_model(how, work, verify=False, stored=stored, minibatch=minibatch, reuse=True)
 
         model, settings = counted_if_too_large(load, settings, work) if may_count else (load(settings), settings)
         reason = _stale(stored, model, settings)
         if not reason:
             if accept is not None:
-                accept(model.capture.graph)
+                accept(model.graph)
             unverified = (
                 "" if stored.verified or settings.estimate else ", whose capture was not compared with the model"
             )
             work.notes.append(f"profile of {stored.graph.name} reused{unverified}")
             if stored.graph.symbols:  # the capture was not verified again, which gives this warning
-                notes = (*model.capture.notes, *statistics_notes(stored.graph))
-                model = dataclasses.replace(model, capture=dataclasses.replace(model.capture, notes=notes))
+                notes = dict.fromkeys((*model.notes, *statistics_notes(stored.graph)))
+                model = dataclasses.replace(model, notes=tuple(notes))
+            store(model.inputs, stored.graph.digest, work.store.inputs)
             # a seed or a learning rate given to this command only is not stored
             return model, dataclasses.replace(stored, workload=model.workload.spec)
         if not settings.verify and not measured_apart(settings):
@@ -332,12 +334,13 @@ def ensure_profile(
             return _loaded_after(measure_anew(how, work, sizes, accept, minibatch), how, work, minibatch)
         model = loaded or load_model(how, work, verify=how.verify, minibatch=minibatch)
         if accept is not None:
-            accept(model.capture.graph)
+            accept(model.graph)
         return model, measure_model(model, how, work, sizes)
 
     model, profile = counted_if_too_large(measure_now, settings, work)[0] if may_count else measure_now(settings)
     captured_by = profile.graph.captured_by
     work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {captured_by} ({reason})")
+    store(model.inputs, profile.graph.digest, work.store.inputs)
     return model, profile
 
 
@@ -350,15 +353,15 @@ def _loaded_after(
     """
     profile = measured.profile
     model = load_model(settings, work, verify=False, stored=profile, state=False, minibatch=minibatch)
-    if model.capture.graph.digest != profile.graph.digest:
+    if model.graph.digest != profile.graph.digest:
         raise RunError(
             f"the model differs from process to process: {profile.graph.digest} where it was measured, and "
-            f"{model.capture.graph.digest} here",
+            f"{model.graph.digest} here",
             where=model.workload.name,
             remedy="build the same model in every process, as ranks do, too: without sets in the order of their "
             "hashes, the time, or a process id",
         )
-    model = dataclasses.replace(model, capture=dataclasses.replace(model.capture, notes=measured.warnings))
+    model = dataclasses.replace(model, notes=measured.warnings)
     return model, dataclasses.replace(profile, workload=model.workload.spec)
 
 
@@ -370,8 +373,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
         return f"the team changed (--tensor-parallel {stored.workload.team} -> {model.workload.spec.team})"
     if stored.workload.sequence != model.workload.spec.sequence:
         return f"--{'' if model.workload.spec.sequence else 'no-'}sequence-parallel was given"
-    if stored.graph.digest != model.capture.graph.digest:
-        return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
+    if stored.graph.digest != model.graph.digest:
+        return f"the model changed ({stored.graph.digest} -> {model.graph.digest})"
     if _costs_of(stored.workload) != _costs_of(model.workload.spec):
         return "the options of the model changed"
     wanted = settings.device

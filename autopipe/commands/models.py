@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,29 +12,25 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autopipe.commands.changing import changing, with_homes
+from autopipe.capture_inputs import CaptureInputs, begin, described, surroundings
+from autopipe.commands.capturing import captured_with, team_of
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.commands.trusted_code import refuse_untrusted
-from autopipe.errors import ModelFileError, RunError, TraceError
+from autopipe.errors import RunError
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile, WorkloadSpec
-from autopipe.ir.teams.axis_sets import choose
 from autopipe.launch.rank.cpu_tuning import return_freed_memory
 from autopipe.measure.device import find_device
-from autopipe.measure.on_device import described_as, described_on
-from autopipe.trace import Capture, capture
-from autopipe.trace.axes import choose_verified, find_axes
-from autopipe.trace.explain import depends_on_data
-from autopipe.trace.teams import difference, member_of
+from autopipe.trace import Capture
 from autopipe.workload import LoadOptions, Workload
-from autopipe.workload.batches.items import kept, shapes
-from autopipe.workload.cutting.dimensions import REMEDY, Minibatch
+from autopipe.workload.cutting.dimensions import WHOLE, Minibatch
 from autopipe.workload.model.placeholders import has_placeholders
 from autopipe.workload.model.size_limits import TooLargeError, build_within_memory, loading_within_memory
-from autopipe.workload.target.targets import user_line
 
 T = TypeVar("T")
-_ENOUGH = 5  # samples, so that each half has at least two
 _TOO_LARGE = (
     "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
     "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
@@ -47,11 +44,26 @@ _PLACEHOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The user's model: its workload, its capture, and the module itself."""
+    """The user's model: its workload, the module itself, and its graph."""
 
     workload: Workload
-    capture: Capture
     built: nn.Module
+    graph: Graph
+    notes: tuple[str, ...]  # about the model
+    evaluation_note: str  # see ``Capture``
+    make_capture: Callable[[], Capture]
+    inputs: CaptureInputs | None = None  # what the capture was made from, but files; None: it is not used again
+    unchanged: bool = False  # the graph is the stored one: nothing was captured
+
+    @staticmethod
+    def of(workload: Workload, capture: Capture, built: nn.Module) -> Model:
+        """Return the model of a capture."""
+        return Model(workload, built, capture.graph, capture.notes, capture.evaluation_note, lambda: capture)
+
+    @property
+    def capture(self) -> Capture:
+        """The capture. Raises: RunError if the stored graph is used, and the model has another one."""
+        return self.make_capture()
 
 
 def load_model(
@@ -63,139 +75,107 @@ def load_model(
     state: bool = True,
     minibatch: Minibatch | None = None,
     proven_on: str = "cpu",
+    reuse: bool = False,
 ) -> Model:
     """Load and capture the model.
 
     ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``state``: as in
     ``capture``. ``minibatch``: the batch size and the number of microbatches, if known. ``proven_on``: the device of
-    ``capture``. A large model gets placeholders for its parameters, and a note says so.
+    ``capture``. ``reuse``: use the graph of ``stored`` if nothing that it was captured from has changed. A large model
+    gets placeholders for its parameters, and a note says so.
 
     Raises: RunError if no model was named; the errors of ``capture``.
     """
+    begin()
+    if reuse and stored is not None and (model := _unchanged(settings, work, stored, minibatch)) is not None:
+        return model
+    given = _given(settings.model, work)
+    workload = _loaded(given, settings, work, minibatch)
+    work.progress(f"capturing the model: {workload.name}", 0.0)
+    built = _built(workload, settings, work, stored)
+    model_digest = described(built)
+    kind = device_kind(settings, work)
+    captured = captured_with(
+        settings, work, workload, built, stored, verify=verify, state=state, kind=kind, proven_on=proven_on
+    )
+    model, spec = Model.of(workload, captured, built), workload.spec
+    if settings.estimate or WHOLE in (spec.batch_dims or {}).values():
+        return model
+    inputs = CaptureInputs(
+        graph_digest=model.graph.digest,
+        options=_options(settings, given),
+        minibatch=_cut(minibatch),
+        surroundings=surroundings(),
+        model=model_digest,
+        files={},
+        batch_dims=spec.batch_dims,
+        opaque_modules=spec.opaque_modules,
+        team=spec.team,
+        sequence=spec.sequence,
+        evaluation_note=model.evaluation_note,
+        notes=model.notes,
+    )
+    return dataclasses.replace(model, inputs=inputs)
+
+
+def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch: Minibatch | None) -> Model | None:
+    """Return the model with the stored graph; None if anything that it was captured from has changed."""
+    inputs, given = work.load(CaptureInputs, work.store.inputs), _given(settings.model, work)
+    if inputs is None or settings.estimate or stored.device.kind != device_kind(settings, work):
+        return None
+    plan = work.load(Plan, work.store.plan)
+    cuts = [inputs.minibatch, *([] if plan is None else [(plan.num_microbatches, plan.batch_size)])]
+    same = (_options(settings, given), stored.graph.digest) == (inputs.options, inputs.graph_digest)
+    if not same or _cut(minibatch) not in cuts:
+        return None
+    if changed := inputs.changed():
+        work.notes.append(f"captured again: {changed} has changed")
+        return None
+    workload = _loaded(inputs.loading(given), settings, work, minibatch)
+    built = _built(workload, settings, work, stored)
+    if described(built) != inputs.model:
+        work.notes.append("captured again: the model is built otherwise")
+        return None
+    work.notes.extend(note for note in workload.build_notes if note not in work.notes)
+    kind = stored.device.kind
+
+    def again() -> Capture:
+        work.progress(f"capturing the model: {workload.name}", 0.0)
+        captured = captured_with(settings, work, workload, built, stored, verify=False, state=False, kind=kind)
+        if captured.graph.digest != stored.graph.digest:
+            raise RunError(
+                f"the graph of {workload.name} has changed ({stored.graph.digest} -> {captured.graph.digest}), and no "
+                "file that it was captured from",
+                where=str(work.store.inputs),
+                remedy=f"autopipe profile {given.target}",
+            )
+        return captured
+
+    model = Model(workload, built, stored.graph, inputs.notes, inputs.evaluation_note, functools.cache(again))
+    return dataclasses.replace(model, unchanged=True)
+
+
+def _options(settings: ProfileSettings, given: WorkloadSpec) -> str:
+    """Return a digest of the options that a capture depends on."""
+    options = dataclasses.replace(settings.model, learning_rate=None), dataclasses.replace(given, lr=None)
+    return artifact.digest((*options, settings.allow_data_dependent))
+
+
+def _cut(minibatch: Minibatch | None) -> tuple[int, int]:
+    return (0, 0) if minibatch is None else (minibatch.parts, minibatch.batch_size or 0)
+
+
+def _loaded(spec: WorkloadSpec, settings: ProfileSettings, work: Work, minibatch: Minibatch | None) -> Workload:
     work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
     with loading_within_memory(settings.model.target, _TOO_LARGE):
-        workload = _workload(settings.model, work)
+        workload = Workload(spec)
     if minibatch is not None:
         workload.batches.minibatch = minibatch
-    work.progress(f"capturing the model: {workload.name}", 0.0)
-    kind = device_kind(settings, work)
-    built = _built(workload, settings, work, stored, whole=kind == "cpu" and not work.elsewhere)
-
-    def captured_now() -> Capture:
-        captured = capture(
-            workload,
-            model=built,
-            allow_data_dependent=settings.allow_data_dependent,
-            verify=verify and not settings.estimate,
-            lengths=stored is None or len(stored.graph.symbols) > 1,
-            state=state,
-            changing=lambda: changing(workload),
-            numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
-            device=torch.device(proven_on),
-        )
-        if has_placeholders(built):
-            return_freed_memory()
-        return with_homes(captured, workload, None if stored is None else stored.graph)
-
-    try:
-        captured = captured_now()
-    except TraceError as error:
-        if proven_on != "cpu":  # the CPU decides
-            raise
-        if settings.estimate:
-            if depends_on_data(error.__cause__):
-                error.remedy = (
-                    "profile the model without --estimate, in a size that fits this machine: costs that depend on the "
-                    "values in the batch can only be measured, not counted"
-                )
-            raise
-        _refuse_misfit(workload)
-        uncut = _not_cut(workload)
-        if uncut is None or type(uncut.__cause__).__name__ not in error.what:
-            raise  # not caused by the split
-        if minibatch is None or minibatch.parts > 1:
-            raise uncut from None
-        workload.batches.train_whole()
-        captured = captured_now()
-        work.notes.append("each batch is one microbatch, because the model fails on a part of a batch")
-    work.notes.extend(note for note in workload.build_notes if note not in work.notes)
-    if stored is not None and stored.graph.model_digest == captured.graph.digest:
-        team, sequence = _team_of(settings.model, stored.workload)
-        workload.run_in_teams(team, sequence=sequence)
-    if settings.model.sequence and workload.spec.team == 1:
-        raise RunError(
-            "--sequence-parallel divides the positions of values among the members of a team, and there is no team",
-            remedy="give --tensor-parallel N, too",
-        )
-    if workload.spec.team > 1:
-        captured = _member(workload, described_on(kind, captured, workload), stored, work)
-    if stored is not None and stored.graph.digest == captured.graph.digest:
-        # the stored ranges of sizes and exactness were tested on real batches
-        known = dataclasses.replace(
-            captured.graph,
-            symbols=stored.graph.symbols,
-            exact=stored.graph.exact,
-            homes=stored.graph.homes,
-            axes=stored.graph.axes,
-            whole=stored.graph.whole,
-        )
-        captured = dataclasses.replace(captured, graph=known)
-        if stored.device.kind == kind:
-            return Model(workload, described_as(stored.graph, captured), built)
-    if workload.spec.team == 1:
-        captured = described_on(kind, captured, workload)
-    return Model(workload, captured, built)
+    return workload
 
 
-def _team_of(model: ModelSettings, stored: WorkloadSpec | None = None) -> tuple[int, bool]:
-    """Return the members of each rank, and whether they have their own positions of values.
-
-    What the options leave open is as in ``stored``.
-    """
-    size = model.team or (1 if stored is None else stored.team)
-    sequence = stored is not None and stored.sequence if model.sequence is None else model.sequence
-    return size, sequence and size > 1
-
-
-def _member(workload: Workload, complete: Capture, stored: Profile | None, work: Work) -> Capture:
-    """Return the capture of a member of a team. Axes are verified, unless the graph of a stored profile results.
-
-    Raises: TraceError if the model has nothing that a team of this size can shard.
-    """
-    size, sequence = workload.spec.team, workload.spec.sequence
-    work.progress(f"sharding {workload.name} over a team of {size}", 0.0)
-    axes = find_axes(complete).axes
-    chosen = choose(complete.graph, axes, size)
-    if chosen and stored is not None and stored.workload.team == size:
-        with contextlib.suppress(TraceError):
-            member = member_of(complete, chosen, size, sequence=sequence)
-            if member.graph.digest == stored.graph.digest:
-                return member
-    sizes = complete.graph.symbols
-    leaves = workload.leaves(workload.example_item(sizes[0].hint + 1 if sizes else None))
-    verified = choose_verified(complete, axes, leaves, size)
-    work.notes.extend(note for note in verified.notes if note not in work.notes)
-    if not verified.axes:
-        raise TraceError(
-            f"{workload.name} has nothing that a team of {size} can shard: every member would compute the same",
-            where=workload.files[0] if workload.files else "",
-            remedy="omit --tensor-parallel; `autopipe profile` shows which sizes can be divided",
-        )
-    member = member_of(complete, verified.axes, size, sequence=sequence)
-    why = difference(complete, member, verified.axes, leaves) if sequence else ""
-    if why:
-        raise TraceError(
-            f"--sequence-parallel is not used for {workload.name}: with a member's own positions, {why}",
-            where=workload.files[0] if workload.files else "",
-            remedy="train without --sequence-parallel, and report the model",
-        )
-    return member
-
-
-def _built(
-    workload: Workload, settings: ProfileSettings, work: Work, stored: Profile | None, *, whole: bool
-) -> nn.Module:
-    """Return the model. ``whole``: see ``build_within_memory``."""
+def _built(workload: Workload, settings: ProfileSettings, work: Work, stored: Profile | None) -> nn.Module:
+    whole = device_kind(settings, work) == "cpu" and not work.elsewhere
     with _threads_of_ranks(settings, stored):
         if settings.estimate:
             return workload.build_model(empty=True)
@@ -248,56 +228,21 @@ def device_kind(settings: ProfileSettings, work: Work) -> str:
     return find_device(wanted or "auto").type
 
 
-def _refuse_misfit(workload: Workload) -> None:
-    """Run the unmodified model on one batch of its data. If that fails too, its error is the better message.
-
-    Raises: ModelFileError with the shapes of the batch and the user's line.
-    """
-    item = workload.example_item(None)
-    model = workload.build_model()
-    with workload.explained(item):
-        workload.loss(model, item)
-
-
-def _not_cut(workload: Workload) -> ModelFileError | None:
-    """Return the error for a model that accepts a whole batch of its data but fails on a part of it; else None."""
-    item = workload.example_item(None)
-    if workload.is_fixed(item):
-        return None
-    halves = workload.split(item, 2) if workload.num_samples(item) >= _ENOUGH else []
-    model = workload.build_model()
-    for part in (workload.example_item(_ENOUGH), *halves):
-        try:
-            with torch.no_grad():
-                workload.loss(model, kept(part))
-        except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            uncut = ModelFileError(
-                f"the model accepts a batch of its data ({shapes(item)}), but fails on {workload.num_samples(part)} "
-                f"samples of it ({shapes(part)}): {type(error).__name__}: {text}",
-                where=user_line(error, workload.files[0] if workload.files else ""),
-                remedy=f"its samples depend on one another, or another dimension counts them: {REMEDY}",
-            )
-            uncut.__cause__ = error
-            return uncut
-    return None
-
-
 def keeps_decisions(work: Work) -> bool:
     """Return whether the model of the stored profile was captured with ``--allow-data-dependent``."""
     stored = work.load(Profile, work.store.profile)
     return stored is not None and "decisions kept" in stored.graph.captured_by
 
 
-def _workload(model: ModelSettings, work: Work) -> Workload:
-    """Load the model that the settings name, else the one of the stored profile.
+def _given(model: ModelSettings, work: Work) -> WorkloadSpec:
+    """Return how to load the model that the settings name, else the one of the stored profile.
 
     Raises: RunError if there is neither, or another account can write what the profile names.
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.is_given:
-        team, sequence = _team_of(model)
-        spec = LoadOptions(
+        team, sequence = team_of(model)
+        return LoadOptions(
             model.target,
             arguments=model.arguments,
             hooks=hooks,
@@ -310,7 +255,6 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             team=team,
             sequence=sequence,
         ).spec()
-        return Workload(spec)
     path = work.store.profile
     if not path.exists():
         raise RunError(
@@ -318,7 +262,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             remedy="name the model file in the command, path/to/file.py; or first: autopipe profile path/to/file.py",
         )
     stored = work.store.stored_profile().workload
-    team, sequence = _team_of(model, stored)
+    team, sequence = team_of(model, stored)
     spec = LoadOptions(
         stored.target,
         arguments=stored.arguments | model.arguments,
@@ -334,4 +278,4 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_untrusted(spec, path, "autopipe plan", named=named)
-    return Workload(spec)
+    return spec

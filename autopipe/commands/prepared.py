@@ -33,6 +33,7 @@ class Prepared:
     max_shapes: int = MAX_SHAPES  # how many further shapes of batches may be captured while ranks run
     allow_data_dependent: bool = False  # in those captures
     placeholders: nn.Module | None = None  # a large model, with placeholders for its weights
+    unchanged: bool = False  # nothing of the model has changed since an earlier command
 
     @property
     def device_budget_bytes(self) -> int:

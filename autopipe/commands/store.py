@@ -39,6 +39,11 @@ class Store:
         """The profile of the model."""
         return self.path / "profile.json"
 
+    @property
+    def inputs(self) -> Path:
+        """What the graph of the profile was captured from."""
+        return self.path / "capture-inputs.json"
+
     def profile_of_team(self, size: int) -> Path:
         """Return the path of the profile of a member of a team, which ``--tensor-parallel auto`` compares."""
         return self.path / f"profile-team-{size}.json"
@@ -86,7 +91,7 @@ class Store:
     def renew(self, path: Path) -> str:
         """Return the command that writes an artifact again."""
         command = {
-            self.profile: "autopipe profile TARGET",
+            **dict.fromkeys((self.profile, self.inputs), "autopipe profile TARGET"),
             self.links: "autopipe doctor --links",
         }.get(path, "autopipe plan TARGET --gpus N")
         return command if self.path == WORK_DIRECTORY else f"{command} --work-dir {shlex.quote(str(self.path))}"

@@ -159,7 +159,7 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     )
     work = Work.begin(scratch, None)
     generate(captured, plan, work.store.stages)
-    record(Model(workload, captured, built), plan, settings, work)
+    record(Model.of(workload, captured, built), plan, settings, work)
     copy = RunDirectory(scratch)
     copy.write(job, plan, graph)
     copy.checkpoints.symlink_to(run.checkpoints.resolve())

@@ -15,6 +15,7 @@ import pwd
 import shlex
 import stat
 import sys
+import types
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir.artifact import write_text
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.users_code import PYTHON, library_of
+from autopipe.users_code import PYTHON, is_own_file, library_of
 from autopipe.workload.target.files import files_of
 from autopipe.workload.target.targets import Target, elsewhere
 
@@ -184,3 +185,23 @@ def _digest_of_stages(folder: Path) -> str:
         [str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()] for path in _stage_files(folder)
     ]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
+def users_files(spec: WorkloadSpec) -> dict[Path, str]:
+    """Return the digests of the user's source files: those that a workload names, and all other imported files.
+
+    Installed packages are left out.
+    """
+    files = {path for reference in references(spec) for path in files_of(reference.target)}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
+    files |= {path.resolve() for path in imported if path.suffix == ".py" and is_own_file(str(path))}
+    return {path: digest_of_file(path) for path in files}
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of a file, or "" if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

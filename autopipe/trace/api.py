@@ -29,10 +29,9 @@ from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, siz
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observing.observe import Ran, observed
 from autopipe.trace.state.snapshots.settings import SETTINGS
-from autopipe.trace.state.start import Start
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
-from autopipe.trace.tape.survey import Survey
+from autopipe.trace.tape.survey import Start, Survey
 from autopipe.trace.tape.tape import why_unknown
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains

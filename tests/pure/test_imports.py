@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "strides": set(),
     "users_code": set(),
     "ir": {"errors", "units"},
+    "capture_inputs": {"ir", "users_code"},
     "guards": {"errors", "ir"},
     "team": {"ir"},
     "sequence": {"errors", "strides", "team"},
@@ -73,11 +74,12 @@ MAY_IMPORT = {
     "reference": set(),
     "verify": {*_RUN, "reference"},
     "workers": {"errors", "workload"},
+    "user_modules": {"errors", "users_code", "workload"},
     "launch": {*_RUN, "report", "workers"},
     "script": {*_RUN, "launch", "workers"},
-    "commands": {*_RUN, "options", "report", "verify", "workers", "launch", "script"},
+    "commands": {*_RUN, "capture_inputs", "options", "report", "verify", "workers", "launch", "script"},
     "sweep": {*_RUN, "options", "report", "verify", "workers", "launch", "commands"},
-    "pipeline": {"errors", "options", "commands", "report", "workers"},
+    "pipeline": {"errors", "options", "commands", "report", "user_modules", "workers"},
 }
 
 

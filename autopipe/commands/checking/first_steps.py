@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from autopipe.capture_inputs import versions
 from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
 from autopipe.commands.checking.checking import (
     compare_here,
@@ -36,7 +37,7 @@ from autopipe.commands.checking.full_batch import refusal_of_weights
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
-from autopipe.commands.users_files import digest_of_file, users_files, versions
+from autopipe.commands.trusted_code import digest_of_file, users_files
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir.artifact import digest
 from autopipe.launch.rank.worker import redirect_output

@@ -25,7 +25,7 @@ import psutil
 
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
-from autopipe.commands.users_files import digest_of_file, users_files
+from autopipe.commands.trusted_code import digest_of_file, users_files
 from autopipe.errors import ArtifactError, AuditError, AutopipeError, RunError
 from autopipe.launch.rank.worker import redirect_output
 from autopipe.report.results import AuditReport, TrainResult

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.capture_inputs import optimizer_note
 from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.changing import COMPILED, refuse_varying
 from autopipe.commands.checking.causes import refusal_of_hooks
@@ -28,7 +29,7 @@ from autopipe.commands.metrics.registry import refuse_missing
 from autopipe.commands.planning.choose import with_averages
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, TrainSettings
-from autopipe.commands.store import Work
+from autopipe.commands.store import Store, Work
 from autopipe.commands.stored_runs import evaluate, find_run
 from autopipe.commands.training import auditing
 from autopipe.commands.training.attempts import Attempts
@@ -112,7 +113,7 @@ def train(
                 refuse_lacking_version(source, prepared.plan, prepared.graph)
                 for note in refuse_other_training(settings, prepared, source):
                     events("note", {"text": note})
-            if note := prove_restorable(prepared.workload, _trained(prepared)):
+            if note := _of_optimizer(settings, prepared):
                 events("note", {"text": note})
             requested = bool(settings.audit_every)
             settings = auditing.scheduled(_varying(settings, prepared), prepared, done, events)
@@ -158,6 +159,11 @@ def _varying(settings: TrainSettings, prepared: Prepared) -> TrainSettings:
     if settings.on_nonfinite == "skip" and hooks:
         refuse_varying(prepared.graph, "it does not see which steps are skipped (--on-nonfinite skip)")
     return replace(settings, data_reader="beside", audit_every=0, replay="all")
+
+
+def _of_optimizer(settings: TrainSettings, prepared: Prepared) -> str:
+    trial = partial(prove_restorable, prepared.workload, _trained(prepared))
+    return optimizer_note(Store(settings.plan.work_dir).inputs, trial, unchanged=prepared.unchanged)
 
 
 def _first_steps(settings: TrainSettings, prepared: Prepared, events: Events) -> FirstSteps | None:

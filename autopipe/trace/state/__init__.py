@@ -19,7 +19,6 @@ the model owns changes the computation later, after the capture was verified::
                   both lines (``refusal``); accept a counter that nothing reads
     between       the same for the data hook, and for functions between two forward passes
     drawing       the same for a data hook that changes anything else from batch to batch, by trying
-    start         the state to which each run of a capture returns, for a model that varies
     counts        refuse numbers that no Python object holds, such as a count of references
     unread        values of the batch that no forward and no loss reads: they may differ from batch to batch
 """

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe import sparse
-from autopipe.draws import is_random
+from autopipe.draws import UncompiledMode, is_random
 from autopipe.workload.model.placeholders import SharedPages, make_placeholder, new_pages
 
 WORTH_BYTES = 256 << 20
@@ -268,7 +267,7 @@ def _is_in(tensor: Tensor, storages: dict[int, StorageWeakRef]) -> bool:
     return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(UncompiledMode):
     """Notes what operations write, and refuses those that give numbers, or draw, by a content that is lost."""
 
     def __init__(self, derived: _Derived) -> None:
@@ -335,7 +334,7 @@ def written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-class ZeroedMemory(TorchDispatchMode):
+class ZeroedMemory(UncompiledMode):
     """Fills uninitialized memory that this thread allocates with zeros, within ``with``.
 
     ``untouched``: use memory that the system provides with zeros at its first use. A tensor that is dropped before it

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopipe import Pipeline
-from autopipe.commands.user_modules import USER_MODULES, UserModules
+from autopipe.user_modules import USER_MODULES, UserModules
 from autopipe.errors import RunError
 from autopipe.workload.target.targets import Target, import_target
 

@@ -1,0 +1,204 @@
+"""What a capture was made from: if nothing of it has changed, a command uses the stored graph and captures nothing.
+
+A capture is a function of the files that this process has read (the model file, every module that it imported, and any
+other file that Python opened), of the environment, of the options, and of versions. The built model is compared, too:
+its classes, attributes, parameters and buffers. A model whose code connects to something else, or changes a file that
+it has read, is captured by every command.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopipe
+from autopipe.ir import artifact
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.users_code import AUTOPIPE, PYTHON, TORCH, is_model_file, library_of
+
+_READING, _LISTING = "open", frozenset(("os.listdir", "os.scandir"))
+_REACHING_OUT = frozenset(
+    ("socket.connect", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "sqlite3.connect")
+)
+_EVENTS = _LISTING | _REACHING_OUT | {_READING}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_OF_THE_KERNEL = ("/proc/", "/sys/", "/dev/")
+_IMPORTING = "<frozen importlib"
+_BY_VERSION = (AUTOPIPE, PYTHON, TORCH)
+_MOST_FILES = 20_000
+_CLOCK_NS = 100_000_000
+"""By how much the clock of a file system may be behind."""
+_OF_TERMINALS = frozenset(("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID"))
+"""Variables of the environment that differ from shell to shell."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureInputs:
+    """What the graph of a stored profile was captured from."""
+
+    graph_digest: str
+    options: str  # a digest
+    # how the example was cut: the number of microbatches and the size of a minibatch, 0 where it was not known
+    minibatch: tuple[int, int]
+    surroundings: tuple[str, ...]  # versions, the working directory, and a digest of the environment
+    model: str  # the digest of the built model; see ``described``
+    # path -> size, times of the last change, and inode; nothing for a path that did not exist
+    files: dict[str, tuple[int, ...]]
+    # what the batches and the capture decided; see ``WorkloadSpec``
+    batch_dims: dict[str, int] | None
+    opaque_modules: tuple[str, ...]
+    team: int
+    sequence: bool
+    evaluation_note: str = ""
+    notes: tuple[str, ...] = ()
+    optimizer_note: str | None = None  # of the trial of its optimizer; None: it was not tried
+
+    def changed(self) -> str:
+        """Return what has changed since, of files and surroundings; "" if nothing has."""
+        if surroundings() != self.surroundings:
+            return "the environment, the working directory or a version"
+        return next((path for path, state in self.files.items() if _state(path) != state), "")
+
+    def loading(self, given: WorkloadSpec) -> WorkloadSpec:
+        """Return how to load the model, with what was decided. ``given``: as the options name it."""
+        decided = replace(given, batch_dims=self.batch_dims, opaque_modules=self.opaque_modules)
+        return replace(decided, team=self.team, sequence=self.sequence)
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The files that Python opens, and the folders that it lists, from the first model of this process on."""
+
+    start: int = 0
+    read: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    why_not: str = ""  # what cannot be compared
+    variables: str = ""  # a digest of the environment, which the command itself changes later
+
+    def begin(self) -> None:
+        """Note accesses from now on, and the environment of now."""
+        variables = sorted((name, value) for name, value in os.environ.items() if name not in _OF_TERMINALS)
+        self.variables = artifact.digest(variables)
+        if not self.start:
+            self.start = time.time_ns()
+            sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _EVENTS:
+            return
+        if event in _REACHING_OUT:
+            if not self.why_not and _is_of_model():
+                self.why_not = event
+            return
+        if event in _LISTING and sys._getframe(1).f_code.co_filename.startswith(_IMPORTING):
+            return
+        path = arguments[0] if arguments else None
+        if isinstance(path, (str, bytes, os.PathLike)):
+            is_written = event == _READING and bool((arguments[2] or 0) & _WRITING)
+            (self.written if is_written else self.read).add(str(Path(os.fsdecode(path)).absolute()))
+
+
+_accesses = _Accesses()
+begin = _accesses.begin
+
+
+@functools.cache
+def versions() -> tuple[str, ...]:
+    """Return the versions of autopipe, torch and Python, and a digest of autopipe's own source files."""
+    source = hashlib.sha256()
+    for path in sorted(Path(autopipe.__file__).parent.rglob("*.py")):
+        source.update(path.read_bytes())
+    return autopipe.__version__, source.hexdigest(), str(torch.__version__), platform.python_version()
+
+
+def store(inputs: CaptureInputs | None, graph_digest: str, path: Path) -> None:
+    """Write what a graph was captured from, if it was; remove the file if the graph is not to be used again.
+
+    ``path``: in the work directory, whose own files do not count.
+    """
+    if inputs is None:
+        return
+    files = _files(path.parent)
+    if files is None:
+        path.unlink(missing_ok=True)
+    else:
+        artifact.save(replace(inputs, graph_digest=graph_digest, files=files), path)
+
+
+def optimizer_note(path: Path, trial: Callable[[], str], *, unchanged: bool) -> str:
+    """Return the note of a trial of the optimizer, the stored one if the model is unchanged. Raises: as ``trial``."""
+    inputs = artifact.load(CaptureInputs, path, renew="autopipe profile TARGET") if path.is_file() else None
+    if unchanged and inputs is not None and inputs.optimizer_note is not None:
+        return inputs.optimizer_note
+    note = trial()
+    if inputs is not None:
+        artifact.save(replace(inputs, optimizer_note=note), path)
+    return note
+
+
+def _files(work_dir: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the state of every file that the model may depend on; None if that is not known."""
+    not_counted = f"{work_dir.absolute()}{os.sep}", *_OF_THE_KERNEL
+    opened = {path for path in _accesses.read if not path.startswith(not_counted) and not library_of(path)}
+    opened = {path for path in opened if not path.endswith(".pyc")}
+    if _accesses.why_not or any(map(_state, opened & _accesses.written)):  # a temporary file is no longer there
+        return None
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    imported = {
+        str(Path(name).absolute()) for module in modules if isinstance(name := vars(module).get("__file__"), str)
+    }
+    states = {path: _state(path) for path in opened | {p for p in imported if library_of(p) not in _BY_VERSION}}
+    # a file that changes meanwhile may not be what was read
+    is_known = all(not state or max(state[1:3]) < _accesses.start - _CLOCK_NS for state in states.values())
+    return dict(sorted(states.items())) if is_known and len(states) <= _MOST_FILES else None
+
+
+def surroundings() -> tuple[str, ...]:
+    """Return the versions, the working directory, and a digest of the environment."""
+    return (*versions(), str(Path.cwd()), _accesses.variables)
+
+
+def described(model: nn.Module) -> str:
+    """Return a digest of the classes, plain attributes, parameters and buffers of a model, without their values."""
+    parts: list[Any] = []
+    for path, module in model.named_modules():
+        plain = [(name, value) for name, value in sorted(vars(module).items()) if _is_plain(value)]
+        parts.append((path, type(module).__module__, type(module).__qualname__, plain))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # a tied one once
+        parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else type(value) in _PLAIN
+
+
+def _state(path: str) -> tuple[int, ...]:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _is_of_model() -> bool:
+    """Return whether the code of a model, or of a package that it uses, is running."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and library_of(frame.f_code.co_filename) != AUTOPIPE:
+        if is_model_file(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
