@@ -38,10 +38,23 @@ _OF_THE_KERNEL = ("/proc/", "/sys/", "/dev/")
 _IMPORTING = "<frozen importlib"
 _BY_VERSION = (AUTOPIPE, PYTHON, TORCH)
 _MOST_FILES = 20_000
-_CLOCK_NS = 100_000_000
+_CLOCK_NS = 20_000_000
 """By how much the clock of a file system may be behind."""
-_OF_TERMINALS = frozenset(("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID"))
-"""Variables of the environment that differ from shell to shell."""
+_OF_TERMINALS = (
+    "COLUMNS",
+    "DBUS_",
+    "GPG_",
+    "LINES",
+    "OLDPWD",
+    "PWD",
+    "SHLVL",
+    "SSH_",
+    "TERM",
+    "TMUX",
+    "VSCODE_",
+    "XDG_",
+)
+"""Variables of the environment that differ from shell to shell: how their names begin."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -90,7 +103,9 @@ class _Accesses:
 
     def begin(self) -> None:
         """Note accesses from now on, and the environment of now."""
-        variables = sorted((name, value) for name, value in os.environ.items() if name not in _OF_TERMINALS)
+        variables = sorted(
+            (n, value) for n, value in os.environ.items() if n != "_" and not n.startswith(_OF_TERMINALS)
+        )
         self.variables = artifact.digest(variables)
         if not self.start:
             self.start = time.time_ns()
@@ -149,21 +164,31 @@ def optimizer_note(path: Path, trial: Callable[[], str], *, unchanged: bool) -> 
     return note
 
 
+def newly_read(inputs: CaptureInputs, work_dir: Path) -> str:
+    """Return a file of the user that this process has read or imported, and the capture did not; "" without one."""
+    return next((path for path in sorted(_read(work_dir)) if path not in inputs.files and not library_of(path)), "")
+
+
 def _files(work_dir: Path) -> dict[str, tuple[int, ...]] | None:
     """Return the state of every file that the model may depend on; None if that is not known."""
-    not_counted = f"{work_dir.absolute()}{os.sep}", *_OF_THE_KERNEL
-    opened = {path for path in _accesses.read if not path.startswith(not_counted) and not library_of(path)}
-    opened = {path for path in opened if not path.endswith(".pyc")}
-    if _accesses.why_not or any(map(_state, opened & _accesses.written)):  # a temporary file is no longer there
+    paths = _read(work_dir)
+    if _accesses.why_not or any(map(_state, paths & _accesses.written)):  # a temporary file is no longer there
         return None
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    imported = {
-        str(Path(name).absolute()) for module in modules if isinstance(name := vars(module).get("__file__"), str)
-    }
-    states = {path: _state(path) for path in opened | {p for p in imported if library_of(p) not in _BY_VERSION}}
+    states = {path: _state(path) for path in sorted(paths)}
     # a file that changes meanwhile may not be what was read
     is_known = all(not state or max(state[1:3]) < _accesses.start - _CLOCK_NS for state in states.values())
-    return dict(sorted(states.items())) if is_known and len(states) <= _MOST_FILES else None
+    return states if is_known and len(states) <= _MOST_FILES else None
+
+
+def _read(work_dir: Path) -> set[str]:
+    """Return the files that were opened, the folders that were listed, and the files of modules."""
+    not_counted = f"{work_dir.absolute()}{os.sep}", *_OF_THE_KERNEL
+    opened = {path for path in _accesses.read if not path.startswith(not_counted) and not library_of(path)}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    named = {file: module.__name__ for module in modules if isinstance(file := vars(module).get("__file__"), str)}
+    own = {str(Path(file).absolute()) for file, name in named.items() if name.partition(".")[0] == AUTOPIPE}
+    imported = {str(Path(file).absolute()) for file in named if library_of(file) not in _BY_VERSION}
+    return ({path for path in opened if not path.endswith(".pyc")} | imported) - own
 
 
 def surroundings() -> tuple[str, ...]:

@@ -260,6 +260,7 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: Si
     verified = model.capture.exact is not None
     profile = dataclasses.replace(profile, batch_size=own_size, coupling=model.capture.coupling, verified=verified)
     artifact.save(profile, work.store.profile)
+    work.store.inputs.unlink(missing_ok=True)
     return profile
 
 

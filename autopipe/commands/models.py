@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autopipe.capture_inputs import CaptureInputs, begin, described, surroundings
+from autopipe.capture_inputs import CaptureInputs, begin, described, newly_read, surroundings
 from autopipe.commands.capturing import captured_with, team_of
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
@@ -133,8 +133,9 @@ def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch
         return None
     workload = _loaded(inputs.loading(given), settings, work, minibatch)
     built = _built(workload, settings, work, stored)
-    if described(built) != inputs.model:
-        work.notes.append("captured again: the model is built otherwise")
+    new = newly_read(inputs, work.store.path)
+    if new or described(built) != inputs.model:
+        work.notes.append(f"captured again: {f'{new} is read, too' if new else 'the model is built otherwise'}")
         return None
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     kind = stored.device.kind

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autopipe import Pipeline
-from autopipe.user_modules import USER_MODULES, UserModules
 from autopipe.errors import RunError
+from autopipe.user_modules import USER_MODULES, UserModules
 from autopipe.workload.target.targets import Target, import_target
 
 MODEL = """

@@ -1,0 +1,161 @@
+"""A model is captured again if anything has changed that it was captured from, and only then."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.commands import Commands
+
+MODEL = """
+import json
+import os
+import pathlib
+import torch
+from torch import nn
+import layers
+
+HERE = pathlib.Path(__file__).parent
+SCALE = json.loads((HERE / "config.json").read_text())["scale"] * float(os.environ.get("FACTOR", "1"))
+try:
+    SCALE *= json.loads(open(HERE / "local.json").read())
+except FileNotFoundError:
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        width = 16 if (HERE / "wide").exists() else 8
+        self.up, self.drop, self.down = nn.Linear(4, width), nn.Dropout(0.1), nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.down(self.drop(layers.activation(self.up(x)))) * SCALE
+
+
+def build_model():
+    return Net()
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 4, generator=g), torch.randint(0, 2, (batch_size,), generator=g)
+
+
+def optimizer(named_parameters):
+    return torch.optim.Adam([parameter for _, parameter in named_parameters], lr=0.01)
+"""
+FILES = {
+    "model.py": MODEL,
+    "layers.py": "import torch\n\ndef activation(x):\n    return torch.tanh(x)\n",
+    "config.json": json.dumps({"scale": 2.0}),
+}
+CAPTURING = "capturing the model"
+PLAN = ("plan", "model.py", "--gpus", "2", "--device", "cpu", "--microbatch-sizes", "2", "--num-microbatches", "4")
+
+
+@pytest.fixture(autouse=True)
+def written_before(commands: Commands) -> None:
+    """Wait until the files are older than a command: one that starts within the same tick cannot know it."""
+    time.sleep(0.05)
+
+
+def appended(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text() + text)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the model file": (appended("model.py", "# more\n"), "model.py has changed"),
+    "an imported module": (appended("layers.py", "# more\n"), "layers.py has changed"),
+    "a file that it reads": (lambda folder: (folder / "config.json").write_text('{"scale": 3.0}'), "config.json"),
+    "a file that it looked for": (lambda folder: (folder / "local.json").write_text("0.5"), "local.json has changed"),
+    "what it builds": (lambda folder: (folder / "wide").touch(), "the model is built otherwise"),
+}
+
+
+def test_an_unchanged_model_is_captured_once(commands: Commands) -> None:
+    first = commands.run(*PLAN)[1]
+    assert CAPTURING in first
+    second = commands.run(*PLAN)[1]
+    assert CAPTURING not in second and "profile of model.py:build_model reused" in second
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_model_is_captured_again(name: str, commands: Commands) -> None:
+    change, text = CHANGES[name]
+    commands.run(*PLAN)
+    change(commands.folder)
+    err = commands.run(*PLAN)[1]
+    assert CAPTURING in err
+    assert "captured again: " in err and text in err
+
+
+def test_an_environment_that_has_changed_captures_again(commands: Commands) -> None:
+    commands.run(*PLAN)
+    done = commands.outcome(*PLAN, environment={"FACTOR": "2"})
+    assert "captured again: the environment, the working directory or a version has changed" in done.stderr
+    assert "the model changed" in done.stderr
+
+
+def test_an_option_of_the_model_captures_again(commands: Commands) -> None:
+    commands.run(*PLAN)
+    assert CAPTURING in commands.run(*PLAN, "--precision", "bf16")[1]
+
+
+def test_stages_of_another_plan_are_captured_when_they_are_written(commands: Commands) -> None:
+    commands.run(*PLAN)
+    words = ("check", "model.py", "--device", "cpu", "--num-microbatches", "4", "--steps", "2", "--gpus")
+    out, err = commands.run(*words, "2")
+    assert CAPTURING in err and "reused" in err  # for its stage files
+    assert CAPTURING not in commands.run(*words, "2")[1]
+    out, err = commands.run(*words, "3")
+    assert CAPTURING in err and "profile of model.py:build_model reused" in err
+    assert "equal" in out + err
+
+
+def test_a_file_that_changes_the_graph_changes_the_stages(commands: Commands) -> None:
+    words = ("check", "model.py", "--device", "cpu", "--num-microbatches", "4", "--steps", "2", "--gpus", "2")
+    commands.run(*words)
+    (commands.folder / "layers.py").write_text("import torch\n\ndef activation(x):\n    return torch.relu(x)  # longer\n")
+    err = commands.run(*words)[1]
+    assert "layers.py has changed" in err and "the model changed" in err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import subprocess; subprocess.run(['true'], check=True)",
+        "PATH = HERE / 'count'; N = int(PATH.read_text()) if PATH.exists() else 0; PATH.write_text(str(N + 1))",
+    ],
+)
+def test_a_model_that_depends_on_more_is_captured_by_every_command(line: str, commands: Commands) -> None:
+    appended("model.py", line + "\n")(commands.folder)
+    for _ in range(3):
+        assert CAPTURING in commands.run(*PLAN)[1]
+
+
+def test_the_optimizer_of_an_unchanged_model_is_tried_once(commands: Commands) -> None:
+    words = ("train", "model.py", "--device", "cpu", "--num-microbatches", "4", "--steps", "1", "--gpus", "2")
+    commands.run(*words)
+    stored = commands.folder / ".autopipe" / "capture-inputs.json"
+    assert json.loads(stored.read_text())["optimizer_note"] is not None
+    before = stored.read_text()
+    commands.run(*words)
+    assert stored.read_text() == before
+
+
+def test_damaged_inputs_are_named_with_the_command_that_writes_them_again(commands: Commands) -> None:
+    commands.run(*PLAN)
+    (commands.folder / ".autopipe" / "capture-inputs.json").write_text("{")
+    _, err = commands.run(*PLAN, code=1)
+    assert "capture-inputs.json is damaged" in err and "autopipe profile" in err
+    commands.run("profile", "model.py", "--device", "cpu")
+    commands.run(*PLAN)
