@@ -8,6 +8,7 @@ it has read, is captured by every command.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -17,6 +18,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import source_from_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ class CaptureInputs:
     options: str  # a digest
     # how the example was cut: the number of microbatches and the size of a minibatch, 0 where it was not known
     minibatch: tuple[int, int]
-    surroundings: tuple[str, ...]  # versions, the working directory, and a digest of the environment
+    surroundings: tuple[str, ...]  # versions, the host, the working directory, and a digest of the environment
     model: str  # the digest of the built model; see ``described``
     # path -> size, times of the last change, and inode; nothing for a path that did not exist
     files: dict[str, tuple[int, ...]]
@@ -82,7 +84,7 @@ class CaptureInputs:
     def changed(self) -> str:
         """Return what has changed since, of files and surroundings; "" if nothing has."""
         if surroundings() != self.surroundings:
-            return "the environment, the working directory or a version"
+            return "the environment, the working directory, the host or a version"
         return next((path for path, state in self.files.items() if _state(path) != state), "")
 
     def loading(self, given: WorkloadSpec) -> WorkloadSpec:
@@ -123,7 +125,11 @@ class _Accesses:
         path = arguments[0] if arguments else None
         if isinstance(path, (str, bytes, os.PathLike)):
             is_written = event == _READING and bool((arguments[2] or 0) & _WRITING)
-            (self.written if is_written else self.read).add(str(Path(os.fsdecode(path)).absolute()))
+            name = str(Path(os.fsdecode(path)).absolute())
+            if name.endswith(".pyc"):  # compiled from a file that is compared by Python itself
+                with contextlib.suppress(ValueError):
+                    name = source_from_cache(name)
+            (self.written if is_written else self.read).add(name)
 
 
 _accesses = _Accesses()
@@ -188,12 +194,12 @@ def _read(work_dir: Path) -> set[str]:
     named = {file: module.__name__ for module in modules if isinstance(file := vars(module).get("__file__"), str)}
     own = {str(Path(file).absolute()) for file, name in named.items() if name.partition(".")[0] == AUTOPIPE}
     imported = {str(Path(file).absolute()) for file in named if library_of(file) not in _BY_VERSION}
-    return ({path for path in opened if not path.endswith(".pyc")} | imported) - own
+    return (opened | imported) - own
 
 
 def surroundings() -> tuple[str, ...]:
-    """Return the versions, the working directory, and a digest of the environment."""
-    return (*versions(), str(Path.cwd()), _accesses.variables)
+    """Return the versions, the host, the working directory, and a digest of the environment."""
+    return (*versions(), platform.node(), str(Path.cwd()), _accesses.variables)
 
 
 def described(model: nn.Module) -> str:

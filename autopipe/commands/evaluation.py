@@ -42,7 +42,8 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)
         return f"{note}; captured in evaluation mode: {why.what}"
-    work.notes.append(f"{note}: separate stage code for evaluation in {folder}")
+    lack = "" if kind == "cpu" else ", which only the comparison of the first steps compares, if it evaluates"
+    work.notes.append(f"{note}: separate stage code for evaluation in {folder}{lack}")
     return ""
 
 

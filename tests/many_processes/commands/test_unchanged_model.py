@@ -101,7 +101,7 @@ def test_a_changed_model_is_captured_again(name: str, commands: Commands) -> Non
 def test_an_environment_that_has_changed_captures_again(commands: Commands) -> None:
     commands.run(*PLAN)
     done = commands.outcome(*PLAN, environment={"FACTOR": "2"})
-    assert "captured again: the environment, the working directory or a version has changed" in done.stderr
+    assert "captured again: the environment, the working directory, the host or a version has changed" in done.stderr
     assert "the model changed" in done.stderr
 
 
@@ -124,7 +124,9 @@ def test_stages_of_another_plan_are_captured_when_they_are_written(commands: Com
 def test_a_file_that_changes_the_graph_changes_the_stages(commands: Commands) -> None:
     words = ("check", "model.py", "--device", "cpu", "--num-microbatches", "4", "--steps", "2", "--gpus", "2")
     commands.run(*words)
-    (commands.folder / "layers.py").write_text("import torch\n\ndef activation(x):\n    return torch.relu(x)  # longer\n")
+    (commands.folder / "layers.py").write_text(
+        "import torch\n\ndef activation(x):\n    return torch.relu(x)  # longer\n"
+    )
     err = commands.run(*words)[1]
     assert "layers.py has changed" in err and "the model changed" in err
 

@@ -47,13 +47,13 @@ def data(batch_size=8): return [(torch.ones(batch_size, 3), torch.ones(batch_siz
 
 def test_a_warning_about_batch_statistics_is_repeated_with_a_reused_profile(tmp_path: Path) -> None:
     (tmp_path / "normalised.py").write_text(NORMALISED)
-    model = ModelSettings(str(tmp_path / "normalised.py"))
-    settings = ProfileSettings(model, tmp_path, device="cpu", microbatch_sizes=(2,))
+    named = ModelSettings(str(tmp_path / "normalised.py"))
+    settings = ProfileSettings(named, tmp_path, device="cpu", microbatch_sizes=(2,))
     for first in (True, False):
         work = Work.begin(tmp_path, None)
-        captured = measuring.ensure_profile(settings, work)[0].capture
+        model = measuring.ensure_profile(settings, work)[0]
         assert any(note.endswith("reused") for note in work.notes) != first
-        assert [note for note in captured.notes if note.startswith("batch statistics (module 1) are taken over")]
+        assert [note for note in model.notes if note.startswith("batch statistics (module 1) are taken over")]
 
 
 def test_a_reused_profile_says_that_its_capture_was_not_compared(tmp_path: Path) -> None:
