@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import platform
 import sys
@@ -37,24 +38,14 @@ _REACHING_OUT = frozenset(
 _EVENTS = _LISTING | _REACHING_OUT | {_READING}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _OF_THE_KERNEL = ("/proc/", "/sys/", "/dev/")
-_IMPORTING = "<frozen importlib"
+_IMPORTING = ("<frozen importlib", *importlib.__path__)
 _BY_VERSION = (AUTOPIPE, PYTHON, TORCH)
 _MOST_FILES = 20_000
 _CLOCK_NS = 20_000_000
 """By how much the clock of a file system may be behind."""
 _OF_TERMINALS = (
-    "COLUMNS",
-    "DBUS_",
-    "GPG_",
-    "LINES",
-    "OLDPWD",
-    "PWD",
-    "SHLVL",
-    "SSH_",
-    "TERM",
-    "TMUX",
-    "VSCODE_",
-    "XDG_",
+    *("AUTOPIPE_NO_COLOR", "CLICOLOR", "COLUMNS", "DBUS_", "FORCE_COLOR", "GPG_", "LINES", "NO_COLOR", "OLDPWD", "PWD"),
+    *("SHLVL", "SSH_", "TERM", "TMUX", "VSCODE_", "XDG_"),
 )
 """Variables of the environment that differ from shell to shell: how their names begin."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -189,12 +180,13 @@ def _files(work_dir: Path) -> dict[str, tuple[int, ...]] | None:
 def _read(work_dir: Path) -> set[str]:
     """Return the files that were opened, the folders that were listed, and the files of modules."""
     not_counted = f"{work_dir.absolute()}{os.sep}", *_OF_THE_KERNEL
-    opened = {path for path in _accesses.read if not path.startswith(not_counted) and not library_of(path)}
+    opened = (path for path in _accesses.read.copy() if not path.startswith(not_counted))  # other threads open files
+    opened_by_model = {path for path in opened if not library_of(path)}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     named = {file: module.__name__ for module in modules if isinstance(file := vars(module).get("__file__"), str)}
     own = {str(Path(file).absolute()) for file, name in named.items() if name.partition(".")[0] == AUTOPIPE}
     imported = {str(Path(file).absolute()) for file in named if library_of(file) not in _BY_VERSION}
-    return (opened | imported) - own
+    return (opened_by_model | imported) - own
 
 
 def surroundings() -> tuple[str, ...]:
