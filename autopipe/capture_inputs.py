@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import os
 import platform
+import re
 import sys
 import time
 import types
@@ -29,25 +30,28 @@ from torch import nn
 import autopipe
 from autopipe.ir import artifact
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.users_code import AUTOPIPE, PYTHON, TORCH, is_model_file, library_of
+from autopipe.users_code import AUTOPIPE, PYTHON, TORCH, is_model_file, is_own_file, library_of
 
 _READING, _LISTING = "open", frozenset(("os.listdir", "os.scandir"))
 _REACHING_OUT = frozenset(
-    ("socket.connect", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "sqlite3.connect")
+    ("socket.connect", "subprocess.Popen", "os.system", "os.fork", "os.forkpty", "os.posix_spawn", "sqlite3.connect")
 )
 _EVENTS = _LISTING | _REACHING_OUT | {_READING}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _OF_THE_KERNEL = ("/proc/", "/sys/", "/dev/")
 _IMPORTING = ("<frozen importlib", *importlib.__path__)
+_LOADING = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"  # its workers make batches, whose shapes are compared
+_PACKAGES = ("site-packages", "dist-packages")
 _BY_VERSION = (AUTOPIPE, PYTHON, TORCH)
+_RENEW = "autopipe profile TARGET"
 _MOST_FILES = 20_000
 _CLOCK_NS = 20_000_000
 """By how much the clock of a file system may be behind."""
-_OF_TERMINALS = (
-    *("AUTOPIPE_NO_COLOR", "CLICOLOR", "COLUMNS", "DBUS_", "FORCE_COLOR", "GPG_", "LINES", "NO_COLOR", "OLDPWD", "PWD"),
-    *("SHLVL", "SSH_", "TERM", "TMUX", "VSCODE_", "XDG_"),
+_OF_TERMINALS = re.compile(
+    "_|COLORTERM|COLUMNS|LINES|OLDPWD|PWD|SHLVL|TERM|WINDOWID|(AUTOPIPE_)?NO_COLOR|CLICOLOR|FORCE_COLOR"
+    "|(DBUS|GPG|SSH|TERM_PROGRAM|TERM_SESSION|TMUX|VSCODE|XDG_RUNTIME|XDG_SEAT|XDG_SESSION|XDG_VTNR).*"
 )
-"""Variables of the environment that differ from shell to shell: how their names begin."""
+"""Variables of the environment that differ from shell to shell."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -86,41 +90,46 @@ class CaptureInputs:
 
 @dataclass(slots=True)
 class _Accesses:
-    """The files that Python opens, and the folders that it lists, from the first model of this process on."""
+    """The files that the code of models opens, and the folders that it lists, from the first model of this process on.
+
+    A command listens until its capture is made, or is not needed.
+    """
 
     start: int = 0
+    listens: bool = False
     read: set[str] = field(default_factory=set)
+    recent: set[str] = field(default_factory=set)  # of ``read``, by the current command
     written: set[str] = field(default_factory=set)
     why_not: str = ""  # what cannot be compared
     variables: str = ""  # a digest of the environment, which the command itself changes later
 
     def begin(self) -> None:
         """Note accesses from now on, and the environment of now."""
-        variables = sorted(
-            (n, value) for n, value in os.environ.items() if n != "_" and not n.startswith(_OF_TERMINALS)
-        )
-        self.variables = artifact.digest(variables)
+        variables = [(name, value) for name, value in os.environ.items() if not _OF_TERMINALS.fullmatch(name)]
+        self.variables, self.recent, self.listens = artifact.digest(sorted(variables)), set(), True
         if not self.start:
             self.start = time.time_ns()
             sys.addaudithook(self._note)
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in _EVENTS:
-            return
-        if event in _REACHING_OUT:
-            if not self.why_not and _is_of_model():
-                self.why_not = event
+        if not self.listens or event not in _EVENTS or not _is_of_model():
             return
         if event in _LISTING and sys._getframe(1).f_code.co_filename.startswith(_IMPORTING):
             return
-        path = arguments[0] if arguments else None
-        if isinstance(path, (str, bytes, os.PathLike)):
-            is_written = event == _READING and bool((arguments[2] or 0) & _WRITING)
-            name = str(Path(os.fsdecode(path)).absolute())
+        if event in _REACHING_OUT:
+            self.why_not = self.why_not or event
+            return
+        path, flags = arguments[0], 0 if event in _LISTING else arguments[2] or 0
+        if path is None or isinstance(path, (str, bytes, os.PathLike)):
+            name = str(Path(os.fsdecode(path or ".")).absolute())
             if name.endswith(".pyc"):  # compiled from a file that is compared by Python itself
                 with contextlib.suppress(ValueError):
                     name = source_from_cache(name)
-            (self.written if is_written else self.read).add(name)
+            if flags & _WRITING:
+                self.written.add(name)
+            if not flags & (os.O_WRONLY | os.O_TRUNC):
+                self.read.add(name)
+                self.recent.add(name)
 
 
 _accesses = _Accesses()
@@ -137,13 +146,11 @@ def versions() -> tuple[str, ...]:
 
 
 def store(inputs: CaptureInputs | None, graph_digest: str, path: Path) -> None:
-    """Write what a graph was captured from, if it was; remove the file if the graph is not to be used again.
-
-    ``path``: in the work directory, whose own files do not count.
-    """
+    """Write what a graph was captured from, if it was; remove the file if the graph is not to be used again."""
+    _accesses.listens = False
     if inputs is None:
         return
-    files = _files(path.parent)
+    files = _files()
     if files is None:
         path.unlink(missing_ok=True)
     else:
@@ -152,7 +159,7 @@ def store(inputs: CaptureInputs | None, graph_digest: str, path: Path) -> None:
 
 def optimizer_note(path: Path, trial: Callable[[], str], *, unchanged: bool) -> str:
     """Return the note of a trial of the optimizer, the stored one if the model is unchanged. Raises: as ``trial``."""
-    inputs = artifact.load(CaptureInputs, path, renew="autopipe profile TARGET") if path.is_file() else None
+    inputs = artifact.load(CaptureInputs, path, renew=_RENEW) if path.is_file() else None
     if unchanged and inputs is not None and inputs.optimizer_note is not None:
         return inputs.optimizer_note
     note = trial()
@@ -161,14 +168,23 @@ def optimizer_note(path: Path, trial: Callable[[], str], *, unchanged: bool) -> 
     return note
 
 
-def newly_read(inputs: CaptureInputs, work_dir: Path) -> str:
-    """Return a file of the user that this process has read or imported, and the capture did not; "" without one."""
-    return next((path for path in sorted(_read(work_dir)) if path not in inputs.files and not library_of(path)), "")
+def sources(path: Path) -> set[Path]:
+    """Return the user's source files that a graph was captured from, also those that a forward imports."""
+    inputs = artifact.load(CaptureInputs, path, renew=_RENEW) if path.is_file() else None
+    files = () if inputs is None else inputs.files
+    return {Path(file).resolve() for file in files if file.endswith(".py") and is_own_file(file)}
 
 
-def _files(work_dir: Path) -> dict[str, tuple[int, ...]] | None:
+def newly_read(inputs: CaptureInputs) -> str:
+    """Return a file of the user that this command has read or imported, and the capture did not; "" without one."""
+    _accesses.listens = False
+    paths = sorted(_counted(_accesses.recent) | _imported())
+    return next((path for path in paths if path not in inputs.files and not library_of(path)), "")
+
+
+def _files() -> dict[str, tuple[int, ...]] | None:
     """Return the state of every file that the model may depend on; None if that is not known."""
-    paths = _read(work_dir)
+    paths = _counted(_accesses.read) | _imported() | {path for path in sys.path if path.endswith(_PACKAGES)}
     if _accesses.why_not or any(map(_state, paths & _accesses.written)):  # a temporary file is no longer there
         return None
     states = {path: _state(path) for path in sorted(paths)}
@@ -177,16 +193,17 @@ def _files(work_dir: Path) -> dict[str, tuple[int, ...]] | None:
     return states if is_known and len(states) <= _MOST_FILES else None
 
 
-def _read(work_dir: Path) -> set[str]:
-    """Return the files that were opened, the folders that were listed, and the files of modules."""
-    not_counted = f"{work_dir.absolute()}{os.sep}", *_OF_THE_KERNEL
-    opened = (path for path in _accesses.read.copy() if not path.startswith(not_counted))  # other threads open files
-    opened_by_model = {path for path in opened if not library_of(path)}
+def _counted(paths: set[str]) -> set[str]:
+    # a copy: other threads open files
+    return {path for path in paths.copy() if not path.startswith(_OF_THE_KERNEL) and not library_of(path)}
+
+
+def _imported() -> set[str]:
+    """Return the files of the imported modules, but of those whose versions count."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     named = {file: module.__name__ for module in modules if isinstance(file := vars(module).get("__file__"), str)}
-    own = {str(Path(file).absolute()) for file, name in named.items() if name.partition(".")[0] == AUTOPIPE}
-    imported = {str(Path(file).absolute()) for file in named if library_of(file) not in _BY_VERSION}
-    return (opened_by_model | imported) - own
+    own = [file for file, name in named.items() if name.partition(".")[0] != AUTOPIPE]
+    return {str(Path(file).absolute()) for file in own if library_of(file) not in _BY_VERSION}
 
 
 def surroundings() -> tuple[str, ...]:
@@ -206,22 +223,26 @@ def described(model: nn.Module) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else type(value) in _PLAIN
+    parts = (*value, *value.values()) if isinstance(value, dict) else value
+    return all(map(_is_plain, parts)) if isinstance(value, (tuple, list, dict)) else type(value) in _PLAIN
 
 
 def _state(path: str) -> tuple[int, ...]:
     try:
         status = Path(path).stat()
-    except OSError:
+    except (OSError, ValueError):
         return ()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _is_of_model() -> bool:
-    """Return whether the code of a model, or of a package that it uses, is running."""
+    """Return whether the code of a model, or of a package that it uses, does what is noted."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and library_of(frame.f_code.co_filename) != AUTOPIPE:
-        if is_model_file(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _LOADING in file or library_of(file) == AUTOPIPE:
+            return False
+        if is_model_file(file):
             return True
         frame = frame.f_back
     return False

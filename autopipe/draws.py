@@ -19,6 +19,7 @@ import contextlib
 import functools
 import json
 import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ranks may be threads of one process, which share the global generator: setting a seed and drawing must be atomic
@@ -115,11 +117,21 @@ def _reseed(value: int, generator: torch.Generator | None = None) -> None:
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
-    """A mode for code that nothing compiles: its operations do not import the compiler, and are not disabled in it."""
+    """A mode that the compiler does not trace. Another one of torch imports the compiler at its first operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+        plain: Any = cls.__torch_dispatch__
+        disabled: Any = _disable_dynamo(plain)
+
+        def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (disabled if "torch._dynamo" in sys.modules else plain)(self, *args, **kwargs)
+
+        cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch

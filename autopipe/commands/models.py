@@ -133,9 +133,10 @@ def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch
         return None
     workload = _loaded(inputs.loading(given), settings, work, minibatch)
     built = _built(workload, settings, work, stored)
-    new = newly_read(inputs, work.store.path)
-    if new or described(built) != inputs.model:
-        work.notes.append(f"captured again: {f'{new} is read, too' if new else 'the model is built otherwise'}")
+    new, changed = newly_read(inputs), inputs.changed()  # meanwhile
+    if new or changed or described(built) != inputs.model:
+        why = f"{new} is read, too" if new else f"{changed} has changed" if changed else "the model is built otherwise"
+        work.notes.append(f"captured again: {why}")
         return None
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     kind = stored.device.kind
@@ -144,11 +145,12 @@ def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch
         work.progress(f"capturing the model: {workload.name}", 0.0)
         captured = captured_with(settings, work, workload, built, stored, verify=False, state=False, kind=kind)
         if captured.graph.digest != stored.graph.digest:
+            work.store.inputs.unlink(missing_ok=True)
             raise RunError(
-                f"the graph of {workload.name} has changed ({stored.graph.digest} -> {captured.graph.digest}), and no "
-                "file that it was captured from",
-                where=str(work.store.inputs),
-                remedy=f"autopipe profile {given.target}",
+                f"the graph of {workload.name} has changed ({stored.graph.digest} -> {captured.graph.digest}), and "
+                "nothing that is known to change it",
+                where=workload.name,
+                remedy="repeat the command: it captures the model again",
             )
         return captured
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe import sparse
-from autopipe.draws import UncompiledMode
 
 
 class Meter(Protocol):
@@ -38,7 +38,7 @@ class Meter(Protocol):
         """Return the peak since ``restart``."""
 
 
-class HostMeter(UncompiledMode):
+class HostMeter(TorchDispatchMode):
     """Counts the memory of every tensor that an operation of this thread allocates, until it is freed."""
 
     def __init__(self, kind: str = "cpu") -> None:
@@ -61,6 +61,11 @@ class HostMeter(UncompiledMode):
             if isinstance(leaf, torch.Tensor):
                 self.count(leaf)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to disable the compiler around each operation would take longer than to count it."""
+        return False
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor; memory that several tensors share counts once."""

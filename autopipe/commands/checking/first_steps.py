@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from autopipe.capture_inputs import versions
+from autopipe.capture_inputs import sources, versions
 from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
 from autopipe.commands.checking.checking import (
     compare_here,
@@ -37,6 +37,7 @@ from autopipe.commands.checking.full_batch import refusal_of_weights
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
+from autopipe.commands.store import Store
 from autopipe.commands.trusted_code import digest_of_file, users_files
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir.artifact import digest
@@ -97,7 +98,8 @@ class FirstSteps:
             full_batch=gradient_of_full_batch(prepared) if prepared.plan.num_microbatches > 1 else "",
         )
         files = {str(path): content for path, content in users_files(prepared.plan.workload).items()}
-        files |= {path: digest_of_file(Path(path)) for path in prepared.workload.files}
+        more = (*prepared.workload.files, *map(str, sources(Store(settings.plan.work_dir).inputs)))
+        files |= {path: digest_of_file(Path(path)) for path in more}
         first = FirstSteps(settings, prepared, events, wanted, files, _is_beside(prepared, wanted))
         if first._marker.is_file() and first._mark in first._marker.read_text(encoding="utf-8").splitlines():
             first.steps, first.beside = wanted.steps, False

@@ -98,6 +98,80 @@ def test_a_changed_model_is_captured_again(name: str, commands: Commands) -> Non
     assert "captured again: " in err and text in err
 
 
+# a line of the model file -> what changes after the first commands
+READS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a file that is opened to be changed": (
+        "with open(HERE / 'config.json', 'r+') as f: SCALE *= json.load(f)['scale']",
+        lambda folder: (folder / "config.json").write_text('{"scale": 3.0}'),
+    ),
+    "a file that a forked process reads": (
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "    SCALE *= float(pool.map(lambda_free, ['other'])[0])",
+        lambda folder: (folder / "other").write_text("5"),
+    ),
+    "the entries of the working directory": (
+        "SCALE *= 1 + sum(name.startswith('part') for name in os.listdir())",
+        lambda folder: (folder / "part 2").touch(),
+    ),
+    "a module that is not registered": (
+        "import importlib.util\n"
+        "spec = importlib.util.spec_from_file_location('unregistered', HERE / 'layers.py')\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)",
+        appended("layers.py", "# more\n"),
+    ),
+}
+READER = "def lambda_free(name):\n    path = HERE / name\n    return path.read_text() if path.exists() else '1'\n"
+
+
+@pytest.mark.parametrize("name", READS)
+def test_whatever_a_model_reads_captures_it_again(name: str, commands: Commands) -> None:
+    line, change = READS[name]
+    appended("model.py", f"{READER}{line}\n")(commands.folder)
+    for _ in range(2):  # the first one makes folders
+        commands.run(*PLAN)
+    change(commands.folder)
+    assert CAPTURING in commands.run(*PLAN)[1]
+
+
+def test_files_beside_the_artifacts_are_compared(commands: Commands) -> None:
+    words = (*PLAN, "--work-dir", ".")
+    commands.run(*words)
+    assert CAPTURING not in commands.run(*words)[1]
+    CHANGES["a file that it reads"][0](commands.folder)
+    assert "config.json has changed" in commands.run(*words)[1]
+
+
+def test_a_new_process_captures_an_unchanged_model_once(commands: Commands) -> None:
+    commands.new = True
+    errors = []
+    for _ in range(2):
+        process = commands.start(*PLAN)
+        errors.append(process.communicate(timeout=120)[1])
+        assert process.returncode == 0, errors[-1]
+    assert CAPTURING in errors[0] and CAPTURING not in errors[1]
+
+
+def test_a_variable_that_is_named_like_one_of_terminals_captures_again(commands: Commands) -> None:
+    appended("model.py", "SCALE *= float(os.environ.get('TERM_FREQUENCY', '1'))\n")(commands.folder)
+    commands.run(*PLAN)
+    assert CAPTURING not in commands.outcome(*PLAN, environment={"TERM": "vt100"}).stderr
+    assert CAPTURING in commands.outcome(*PLAN, environment={"TERM_FREQUENCY": "2"}).stderr
+
+
+def test_a_module_that_a_forward_imports_is_compared_once(commands: Commands) -> None:
+    text = (commands.folder / "model.py").read_text().replace("import layers\n", "")
+    (commands.folder / "model.py").write_text(
+        text.replace("        return self.down(", "        import layers\n\n        return self.down(")
+    )
+    words = ("train", "model.py", "--device", "cpu", "--num-microbatches", "4", "--steps", "2", "--gpus", "2")
+    commands.run(*words)
+    assert "were compared before, with the same code and options" in commands.run(*words)[1]
+    appended("layers.py", "# more\n")(commands.folder)
+    err = commands.run(*words)[1]
+    assert "layers.py has changed" in err and "2 steps compared with plain training" in err
+
+
 def test_an_environment_that_has_changed_captures_again(commands: Commands) -> None:
     commands.run(*PLAN)
     done = commands.outcome(*PLAN, environment={"FACTOR": "2"})
