@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -36,11 +37,13 @@ _READING, _LISTING = "open", frozenset(("os.listdir", "os.scandir"))
 _REACHING_OUT = frozenset(
     ("socket.connect", "subprocess.Popen", "os.system", "os.fork", "os.forkpty", "os.posix_spawn", "sqlite3.connect")
 )
-_EVENTS = _LISTING | _REACHING_OUT | {_READING}
+_IMPORT = "import"
+_EVENTS = _LISTING | _REACHING_OUT | {_READING, _IMPORT}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _OF_THE_KERNEL = ("/proc/", "/sys/", "/dev/")
 _IMPORTING = ("<frozen importlib", *importlib.__path__)
 _LOADING = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"  # its workers make batches, whose shapes are compared
+_SPAWNING = f"{os.sep}multiprocessing{os.sep}popen_"
 _PACKAGES = ("site-packages", "dist-packages")
 _BY_VERSION = (AUTOPIPE, PYTHON, TORCH)
 _RENEW = "autopipe profile TARGET"
@@ -50,6 +53,7 @@ _CLOCK_NS = 20_000_000
 _OF_TERMINALS = re.compile(
     "_|COLORTERM|COLUMNS|LINES|OLDPWD|PWD|SHLVL|TERM|WINDOWID|(AUTOPIPE_)?NO_COLOR|CLICOLOR|FORCE_COLOR"
     "|(DBUS|GPG|SSH|TERM_PROGRAM|TERM_SESSION|TMUX|VSCODE|XDG_RUNTIME|XDG_SEAT|XDG_SESSION|XDG_VTNR).*"
+    "|TORCHINDUCTOR_CACHE_DIR"  # a capture sets it
 )
 """Variables of the environment that differ from shell to shell."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -106,7 +110,8 @@ class _Accesses:
     def begin(self) -> None:
         """Note accesses from now on, and the environment of now."""
         variables = [(name, value) for name, value in os.environ.items() if not _OF_TERMINALS.fullmatch(name)]
-        self.variables, self.recent, self.listens = artifact.digest(sorted(variables)), set(), True
+        self.recent, self.listens = set(), True
+        self.variables = artifact.digest(sorted(variables))
         if not self.start:
             self.start = time.time_ns()
             sys.addaudithook(self._note)
@@ -114,22 +119,31 @@ class _Accesses:
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.listens or event not in _EVENTS or not _is_of_model():
             return
-        if event in _LISTING and sys._getframe(1).f_code.co_filename.startswith(_IMPORTING):
-            return
-        if event in _REACHING_OUT:
+        caller = sys._getframe(1).f_code.co_filename
+        if event == _IMPORT:
+            self.read |= _places(str(arguments[0]), arguments[2])
+        elif event in _REACHING_OUT or _SPAWNING in caller:
             self.why_not = self.why_not or event
-            return
-        path, flags = arguments[0], 0 if event in _LISTING else arguments[2] or 0
-        if path is None or isinstance(path, (str, bytes, os.PathLike)):
-            name = str(Path(os.fsdecode(path or ".")).absolute())
-            if name.endswith(".pyc"):  # compiled from a file that is compared by Python itself
-                with contextlib.suppress(ValueError):
-                    name = source_from_cache(name)
-            if flags & _WRITING:
-                self.written.add(name)
-            if not flags & (os.O_WRONLY | os.O_TRUNC):
-                self.read.add(name)
-                self.recent.add(name)
+        elif event not in _LISTING:
+            self._opened(*arguments)
+        elif not caller.startswith(_IMPORTING):
+            self._opened(arguments[0] if arguments[0] is not None else ".", "", 0)
+
+    def _opened(self, path: Any, mode: str | None, flags: int) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return  # a descriptor, which was opened before
+        name = os.fsdecode(path)
+        if mode is None and not Path(name).is_absolute():  # by ``os.open``, in a folder that is not known
+            self.why_not = self.why_not or "os.open"
+        name = str(Path(name).absolute())
+        if name.endswith(".pyc"):  # compiled from a file that is compared by Python itself
+            with contextlib.suppress(ValueError):
+                name = source_from_cache(name)
+        if flags & _WRITING:
+            self.written.add(name)
+        if not flags & (os.O_WRONLY | os.O_TRUNC):
+            self.read.add(name)
+            self.recent.add(name)
 
 
 _accesses = _Accesses()
@@ -179,7 +193,7 @@ def newly_read(inputs: CaptureInputs) -> str:
     """Return a file of the user that this command has read or imported, and the capture did not; "" without one."""
     _accesses.listens = False
     paths = sorted(_counted(_accesses.recent) | _imported())
-    return next((path for path in paths if path not in inputs.files and not library_of(path)), "")
+    return next((path for path in paths if path not in inputs.files and not library_of(path) and _state(path)), "")
 
 
 def _files() -> dict[str, tuple[int, ...]] | None:
@@ -191,6 +205,15 @@ def _files() -> dict[str, tuple[int, ...]] | None:
     # a file that changes meanwhile may not be what was read
     is_known = all(not state or max(state[1:3]) < _accesses.start - _CLOCK_NS for state in states.values())
     return states if is_known and len(states) <= _MOST_FILES else None
+
+
+def _places(name: str, folders: Any) -> set[str]:
+    """Return the source files that an import finds, or would find if they were there. ``folders``: ``sys.path``."""
+    parent, _, last = name.rpartition(".")
+    if parent:
+        folders = getattr(sys.modules.get(parent), "__path__", None)
+    places = {str(Path(folder, last).absolute()) for folder in folders or () if isinstance(folder, str)}
+    return {place + end for place in places for end in (".py", f"{os.sep}__init__.py")}
 
 
 def _counted(paths: set[str]) -> set[str]:
@@ -238,11 +261,12 @@ def _state(path: str) -> tuple[int, ...]:
 def _is_of_model() -> bool:
     """Return whether the code of a model, or of a package that it uses, does what is noted."""
     frame: types.FrameType | None = sys._getframe(2)
+    outermost = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if _LOADING in file or library_of(file) == AUTOPIPE:
             return False
         if is_model_file(file):
             return True
-        frame = frame.f_back
-    return False
+        outermost, frame = file, frame.f_back
+    return outermost == threading.__file__

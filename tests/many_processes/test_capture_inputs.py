@@ -55,7 +55,18 @@ def optimizer(named_parameters):
 """
 FILES = {
     "model.py": MODEL,
-    "layers.py": "import torch\n\ndef activation(x):\n    return torch.tanh(x)\n",
+    "layers.py": """
+import os
+import torch
+
+
+def activation(x):
+    return torch.tanh(x)
+
+
+def size(name):
+    return 1 + (os.path.getsize(name) if os.path.exists(name) else 0)
+""",
     "config.json": json.dumps({"scale": 2.0}),
 }
 CAPTURING = "capturing the model"
@@ -81,7 +92,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_an_unchanged_model_is_captured_once(commands: Commands) -> None:
+@pytest.mark.parametrize("line", ["", "import tempfile; tempfile.gettempdir()"])
+def test_an_unchanged_model_is_captured_once(line: str, commands: Commands) -> None:
+    appended("model.py", f"{line}\n")(commands.folder)
     first = commands.run(*PLAN)[1]
     assert CAPTURING in first
     second = commands.run(*PLAN)[1]
@@ -109,6 +122,28 @@ READS: dict[str, tuple[str, Callable[[Path], object]]] = {
         "with multiprocessing.get_context('fork').Pool(1) as pool:\n"
         "    SCALE *= float(pool.map(lambda_free, ['other'])[0])",
         lambda folder: (folder / "other").write_text("5"),
+    ),
+    "a module that is not there": (
+        "try:\n    import override\nexcept ImportError:\n    pass",
+        lambda folder: (folder / "override.py").touch(),
+    ),
+    "a file that a thread reads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(1) as pool:\n"
+        "    SCALE *= len(list(pool.map(pathlib.Path.read_text, [HERE / 'config.json']))[0])",
+        lambda folder: (folder / "config.json").write_text('{"scale": 3.0}'),
+    ),
+    "a file that a spawned process reads": (
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process() is None:\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        SCALE *= pool.map(layers.size, ['other'])[0]",
+        lambda folder: (folder / "other").write_text("5"),
+    ),
+    "a file in a folder that is open": (
+        "folder = os.open(HERE, os.O_RDONLY)\n"
+        "SCALE *= len(os.read(os.open('config.json', os.O_RDONLY, dir_fd=folder), 99))",
+        lambda folder: (folder / "config.json").write_text('{"scale": 3.00}'),
     ),
     "the entries of the working directory": (
         "SCALE *= 1 + sum(name.startswith('part') for name in os.listdir())",
