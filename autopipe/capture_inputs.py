@@ -114,25 +114,29 @@ class _Accesses:
         self.variables = artifact.digest(sorted(variables))
         if not self.start:
             self.start = time.time_ns()
-            sys.addaudithook(self._note)
+            sys.addaudithook(_audit)
 
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.listens or event not in _EVENTS or not _is_of_model():
-            return
-        caller = sys._getframe(1).f_code.co_filename
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note an access, if the code of a model makes it."""
+        frame = sys._getframe(2)
+        caller = frame.f_code.co_filename
         if event == _IMPORT:
-            self.read |= _places(str(arguments[0]), arguments[2])
+            if is_own_file(_importer(frame)):
+                self.read |= _places(str(arguments[0]), arguments[2])
         elif event in _REACHING_OUT or _SPAWNING in caller:
-            self.why_not = self.why_not or event
+            if not self.why_not and _is_of_model(frame):
+                self.why_not = event
         elif event not in _LISTING:
-            self._opened(*arguments)
+            self._opened(frame, *arguments)
         elif not caller.startswith(_IMPORTING):
-            self._opened(arguments[0] if arguments[0] is not None else ".", "", 0)
+            self._opened(frame, arguments[0] if arguments[0] is not None else ".", "", 0)
 
-    def _opened(self, path: Any, mode: str | None, flags: int) -> None:
+    def _opened(self, frame: types.FrameType, path: Any, mode: str | None, flags: int) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # a descriptor, which was opened before
         name = os.fsdecode(path)
+        if library_of(name) or not _is_of_model(frame):
+            return
         if mode is None and not Path(name).is_absolute():  # by ``os.open``, in a folder that is not known
             self.why_not = self.why_not or "os.open"
         name = str(Path(name).absolute())
@@ -148,6 +152,11 @@ class _Accesses:
 
 _accesses = _Accesses()
 begin = _accesses.begin
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:  # Python calls it hundreds of thousands of times
+    if event in _EVENTS and _accesses.listens:
+        _accesses.note(event, arguments)
 
 
 @functools.cache
@@ -212,7 +221,9 @@ def _places(name: str, folders: Any) -> set[str]:
     parent, _, last = name.rpartition(".")
     if parent:
         folders = getattr(sys.modules.get(parent), "__path__", None)
-    places = {str(Path(folder, last).absolute()) for folder in folders or () if isinstance(folder, str)}
+    names = (folder or "." for folder in folders or () if isinstance(folder, str) and not folder.endswith(_PACKAGES))
+    own = [folder for folder in names if not library_of(f"{folder}{os.sep}")]
+    places = [str(Path(folder, last).absolute()) for folder in own]
     return {place + end for place in places for end in (".py", f"{os.sep}__init__.py")}
 
 
@@ -258,15 +269,21 @@ def _state(path: str) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _is_of_model() -> bool:
-    """Return whether the code of a model, or of a package that it uses, does what is noted."""
-    frame: types.FrameType | None = sys._getframe(2)
+def _importer(frame: types.FrameType | None) -> str:
+    """Return the file whose code imports a module. ``frame``: the innermost one."""
+    while frame is not None and frame.f_code.co_filename.startswith(_IMPORTING):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def _is_of_model(frame: types.FrameType | None) -> bool:
+    """Return whether the code of a model, or of a package that it uses, is running. ``frame``: the innermost one."""
     outermost = ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if _LOADING in file or library_of(file) == AUTOPIPE:
+        outermost = frame.f_code.co_filename
+        if _LOADING in outermost or library_of(outermost) == AUTOPIPE:
             return False
-        if is_model_file(file):
+        if is_model_file(outermost):
             return True
-        outermost, frame = file, frame.f_back
+        frame = frame.f_back
     return outermost == threading.__file__
