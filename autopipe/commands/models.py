@@ -99,7 +99,8 @@ def load_model(
         settings, work, workload, built, stored, verify=verify, state=state, kind=kind, proven_on=proven_on
     )
     model, spec = Model.of(workload, captured, built), workload.spec
-    if settings.estimate or WHOLE in (spec.batch_dims or {}).values():
+    # a later capture of a model that varies would find its Python in another state
+    if settings.estimate or model.graph.varies or WHOLE in (spec.batch_dims or {}).values():
         return model
     inputs = CaptureInputs(
         graph_digest=model.graph.digest,
