@@ -87,14 +87,15 @@ def load_model(
     Raises: RunError if no model was named; the errors of ``capture``.
     """
     begin()
-    if reuse and stored is not None and (model := _unchanged(settings, work, stored, minibatch)) is not None:
-        return model
-    given = _given(settings.model, work)
+    given, kind = _given(settings.model, work), device_kind(settings, work)
+    if reuse and stored is not None and stored.device.kind == kind:
+        model = _unchanged(given, settings, work, stored, minibatch)
+        if model is not None:
+            return model
     workload = _loaded(given, settings, work, minibatch)
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    built = _built(workload, settings, work, stored)
+    built = _built(workload, settings, work, stored, kind)
     model_digest = described(built)
-    kind = device_kind(settings, work)
     captured = captured_with(
         settings, work, workload, built, stored, verify=verify, state=state, kind=kind, proven_on=proven_on
     )
@@ -119,10 +120,12 @@ def load_model(
     return dataclasses.replace(model, inputs=inputs)
 
 
-def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch: Minibatch | None) -> Model | None:
+def _unchanged(
+    given: WorkloadSpec, settings: ProfileSettings, work: Work, stored: Profile, minibatch: Minibatch | None
+) -> Model | None:
     """Return the model with the stored graph; None if anything that it was captured from has changed."""
-    inputs, given = work.load(CaptureInputs, work.store.inputs), _given(settings.model, work)
-    if inputs is None or settings.estimate or stored.device.kind != device_kind(settings, work):
+    inputs, kind = work.load(CaptureInputs, work.store.inputs), stored.device.kind
+    if inputs is None or settings.estimate:
         return None
     plan = work.load(Plan, work.store.plan)
     cuts = [inputs.minibatch, *([] if plan is None else [(plan.num_microbatches, plan.batch_size)])]
@@ -133,14 +136,13 @@ def _unchanged(settings: ProfileSettings, work: Work, stored: Profile, minibatch
         work.notes.append(f"captured again: {changed} has changed")
         return None
     workload = _loaded(inputs.loading(given), settings, work, minibatch)
-    built = _built(workload, settings, work, stored)
+    built = _built(workload, settings, work, stored, kind)
     new, changed = newly_read(inputs), inputs.changed()  # meanwhile
     if new or changed or described(built) != inputs.model:
         why = f"{new} is read, too" if new else f"{changed} has changed" if changed else "the model is built otherwise"
         work.notes.append(f"captured again: {why}")
         return None
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
-    kind = stored.device.kind
 
     def again() -> Capture:
         work.progress(f"capturing the model: {workload.name}", 0.0)
@@ -178,8 +180,8 @@ def _loaded(spec: WorkloadSpec, settings: ProfileSettings, work: Work, minibatch
     return workload
 
 
-def _built(workload: Workload, settings: ProfileSettings, work: Work, stored: Profile | None) -> nn.Module:
-    whole = device_kind(settings, work) == "cpu" and not work.elsewhere
+def _built(workload: Workload, settings: ProfileSettings, work: Work, stored: Profile | None, kind: str) -> nn.Module:
+    whole = kind == "cpu" and not work.elsewhere
     with _threads_of_ranks(settings, stored):
         if settings.estimate:
             return workload.build_model(empty=True)
