@@ -17,11 +17,11 @@ from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph, Input
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.planning.cut_mapping import homes
-from autopipe.runtime.batches.guard import built
 from autopipe.trace.result import Capture
 from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.state.trying.isolation import isolated
+from autopipe.trace.tape.guard import built
 from autopipe.trace.tape.survey import Survey, survey
 from autopipe.workers.task import Link
 from autopipe.workers.worker import Worker, result_of

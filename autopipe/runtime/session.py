@@ -139,7 +139,7 @@ class RankSession:
                 self.evaluate(None, step)
             for window in windows.walk(step, place):
                 self._run_window(window)
-                reader.settle()
+                reader.compared()
                 step, place = window.first + len(window.minibatches), window.place
                 self._report_saved()
                 if _due(step, self.job.checkpoint_every):

@@ -4,11 +4,12 @@
 
     read_beside (process of its own)                               rank 0: Beside --> OneReads
       Source -> item -> GraphVariants: its recordings -> Guard
-                    <-- {"do": "seek", ...}, {"do": "until", "step": 7}, {"do": "evaluate", ...}, {"do": "stop"}
-                    --> "began" "sought" "minibatch" "end"; "event" and "at" of a Reporter; or its error, which ends it
+                    <-- {"do": "seek", ...}, {"do": "until", "step": 7}, {"do": "evaluate", ...}, "compare", "stop"
+                    --> "began" "sought" "minibatch" "compared" "end"; "event", "at" of a Reporter; an error, its end
 
 It reads at most ``AHEAD`` minibatches ahead, never past an evaluation, and runs the user's Python in the order of plain
-training. A minibatch arrives after it was compared. Its tensors are in memory that both processes map.
+training. A minibatch arrives after it was compared; but the first one, if the model does not vary, is compared after
+its step, so that the first step does not wait for that. Its tensors are in memory that both processes map.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,13 +29,13 @@ from autopipe.errors import InternalError, RunError
 from autopipe.ir.graph import Graph
 from autopipe.runtime.audit.batch import UnstorableBatchError
 from autopipe.runtime.batches.graph_variants import GraphVariants
-from autopipe.runtime.batches.guard import Guard
 from autopipe.runtime.batches.shared import share, shared
 from autopipe.runtime.batches.source import Place, Source, Taken
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.transport.base import ThreadHub, ThreadTransport
+from autopipe.trace.tape.guard import Follows, Guard, not_compared
 from autopipe.workload import Workload
 
 AHEAD = 3
@@ -87,8 +88,8 @@ class Beside:
     def leave(self, why: str) -> None:
         """Let rank 0 read from now on."""
         self.why_not = why
-        text = f"the Python of forward and loss is not compared with the stage code while training: {why}"
-        self.reporter.event("note", text=text)
+        self.process.tell(do="stop")
+        self.reporter.event("note", text=not_compared(why))
 
     def message(self, *kinds: str) -> dict[str, Any]:
         """Return the next message of one of some kinds, with its kind. Raises: the error that ended the process."""
@@ -131,6 +132,8 @@ class BesideSource:
     # called while rank 0 waits for data
     reading: Callable[[], None] = lambda: None
     _num_read: int = 0
+    # the latest minibatch was compared
+    _is_compared: bool = True
 
     @property
     def _is_used(self) -> bool:
@@ -153,6 +156,7 @@ class BesideSource:
         taken: list[Taken] = []
         self.own.reporter.at("reading data", waiting=False)
         while len(taken) < most:
+            self.compared()
             if self.training:
                 self.beside.may_read(step + len(taken))
             else:
@@ -169,7 +173,15 @@ class BesideSource:
             each = {name: tuple(answer[name]) for name in ("recordings", "numbers", "followed")}
             taken.append(Taken(item, bytes.fromhex(answer["digest"]), place, **each))
             self._num_read += 1
+            self._is_compared = answer["compared"]
         return taken
+
+    def compared(self) -> None:
+        """Let the process compare a minibatch that was not compared. Raises: the error of the comparison."""
+        if not self._is_compared:
+            self._is_compared = True
+            self.beside.process.tell(do="compare")
+            self.beside.message("compared")
 
     def _refused(self, why: str, step: int, most: int) -> list[Taken]:
         """Read in rank 0 if the first minibatch cannot be sent. Raises: RunError if it is a later one."""
@@ -207,6 +219,9 @@ class _Events:
     def event(self, kind: str, **fields: Any) -> None:
         self._link.send("event", name=kind, **fields)
 
+    def note(self, text: str) -> None:
+        self.event("note", text=text)
+
     def may_begin(self, step: int, end: int) -> bool:
         return True
 
@@ -218,10 +233,11 @@ def read_beside(task: Any, link: Link) -> None:
     with exclusive():
         workload = Workload.from_spec(plan.workload)
     why = why_not(graph, workload)
-    if not why:
-        reading = _Reading(run, workload, RunContext.of(plan, graph), link)
+    reading = None if why else _Reading(run, workload, RunContext.of(plan, graph), link)
+    if reading is not None and not graph.varies:
+        why = reading.guard.why_not
     link.send("began", why=why)
-    if not why:
+    if reading is not None and not why:
         reading.serve()
 
 
@@ -249,17 +265,19 @@ class _Reading:
     _source: Source = field(init=False)
     _evaluation: Source = field(init=False)
     _variants: GraphVariants = field(init=False)
-    _guard: Guard = field(init=False)
+    guard: Guard = field(init=False)
     # of the recordings that rank 0 knows
     _names: set[str] = field(default_factory=set)
     _dimensions: Any = None
+    _is_first: bool = True
+    _sent: tuple[int, Sequence[Any]] | None = None  # step and parts of a minibatch that is not compared
 
     def __post_init__(self) -> None:
         job = self._job = self.run.job()
         reporter = _Events(self.link)
         alone = ThreadTransport(ThreadHub(1), 0)
         self._variants = GraphVariants(self.run, job, self.context, self.workload, alone, reporter, {})
-        self._guard = Guard.of(self.workload, reporter, self.context.graph)
+        self.guard = Guard.of(self.workload, reporter.note, self.context.graph)
         self._source = Source(
             lambda epoch: self.workload.items(job.batch_size or None, epoch=epoch),
             self.workload.name,
@@ -268,7 +286,7 @@ class _Reading:
             steps=job.steps,
             replay=job.replay,
             speaks=True,
-            passed=lambda item: self._guard.replay(item, self.context.plan.num_microbatches),
+            passed=lambda item: self.guard.replay(item, self.context.plan.num_microbatches),
         )
         self._names = set(self._recordings())
 
@@ -279,12 +297,15 @@ class _Reading:
         """Do what rank 0 says, and read ahead as far as it allows."""
         step, until, ended = -1, -1, False
         while True:
-            message = self.link.heard(0.0 if step < until and not ended else None)
+            reads = step < until and not ended and self._sent is None
+            message = self.link.heard(0.0 if reads else None)
             if message is None:
                 ended = not self._read(step)
                 step += 1
             elif message["do"] == "stop":
                 return
+            elif message["do"] == "compare":
+                self._compare_sent()
             elif message["do"] == "until":
                 step, until = message["first"] if step < 0 else step, message["step"]
             elif message["do"] == "seek":
@@ -298,15 +319,34 @@ class _Reading:
         taken = self._source.read(step, 1)
         for minibatch in taken:
             parts = self.workload.split(minibatch.item, self.context.plan.num_microbatches)
-            follows = []
-            for index, part in enumerate(parts):
-                write = functools.partial(self._variants.write, part, step)
-                follows.append(self._guard.follow(part, step, index, self._variants.known_for(part), write))
-            followed = tuple(each.recording for each in follows) if self.context.graph.varies else ()
-            numbers = tuple(each.numbers for each in follows)
-            self._send(dataclasses.replace(minibatch, numbers=numbers, followed=followed))
-            self._guard.after_minibatch()
+            if self._is_first and not self.context.graph.varies:
+                for part in parts:
+                    self._variants.known_for(part)
+                self._send(minibatch, is_compared=False)
+                self._sent = step, parts
+            else:
+                follows = self._compare(step, parts)
+                followed = tuple(each.recording for each in follows) if self.context.graph.varies else ()
+                self._send(replace(minibatch, numbers=tuple(each.numbers for each in follows), followed=followed))
+                self.guard.after_minibatch()
+            self._is_first = False
         return self._sent_or_end(taken)
+
+    def _compare(self, step: int, parts: Sequence[Any]) -> list[Follows]:
+        """Run the user's Python for a minibatch. Raises: RunError if it is not what the stages run."""
+        follows = []
+        for index, part in enumerate(parts):
+            write = functools.partial(self._variants.write, part, step)
+            follows.append(self.guard.follow(part, step, index, self._variants.known_for(part), write))
+        return follows
+
+    def _compare_sent(self) -> None:
+        """Compare the minibatch that was sent before."""
+        if self._sent is not None:
+            self._compare(*self._sent)
+            self._sent = None
+            self.link.send("compared")
+            self.guard.after_minibatch()
 
     def _evaluate(self, *, first: bool) -> None:
         """Read and send the next minibatch of the evaluation data. ``first``: from its beginning."""
@@ -331,7 +371,7 @@ class _Reading:
             self.link.send("end")
         return bool(taken)
 
-    def _send(self, minibatch: Taken) -> None:
+    def _send(self, minibatch: Taken, *, is_compared: bool = True) -> None:
         try:
             tree, tensors, memory = share(minibatch.item)
         except UnstorableBatchError as error:
@@ -346,6 +386,7 @@ class _Reading:
                 "minibatch",
                 memory=memory,
                 why="",
+                compared=is_compared,
                 tree=tree,
                 tensors=tensors,
                 digest=minibatch.digest.hex(),

@@ -106,6 +106,11 @@ class OneReads:
     def settle(self) -> None:
         """Do nothing: all ranks have what one has read."""
 
+    def compared(self) -> None:
+        """Wait, after a step, until its minibatch was compared with what the model does. Raises: RunError."""
+        if isinstance(self.source, BesideSource):
+            self.source.compared()
+
     def waits(self) -> None:
         """Send the other ranks that rank 0 still reads, so that their own wait does not time out. Call it often."""
         if time.monotonic() - self._sent > _WAIT_SECONDS:
@@ -295,6 +300,10 @@ class EachReads:
         Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
         """
         self.exchange.settle()
+
+    def compared(self) -> None:
+        """As ``settle``."""
+        self.settle()
 
 
 Reader = OneReads | EachReads

@@ -6,7 +6,7 @@ is never a leaf: the graph contains its calls, and the model can be split betwee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,14 +26,20 @@ def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
         return False
     if not place.startswith(("torch.nn.", "torch.ao.nn.")):
         return False
-    for part in module.modules():
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
-            if not _torchs_own(hook):
-                return False
+    for part in parts_of(module):
+        if (hooks := (*part._forward_hooks.values(), *part._forward_pre_hooks.values())) and not all(
+            map(_torchs_own, hooks)
+        ):
+            return False
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and id(tensor) not in state:
                 return False
     return True
+
+
+def parts_of(module: nn.Module) -> Iterable[nn.Module]:
+    """Return a module and those in it."""
+    return module.modules() if module._modules else (module,)
 
 
 def has_plain_calls(module: nn.Module) -> bool:
@@ -42,7 +48,7 @@ def has_plain_calls(module: nn.Module) -> bool:
     Recurrent layers and layers with parametrizations do more than call functions.
     """
     special = isinstance(module, nn.RNNBase) or nn.utils.parametrize.is_parametrized(module)
-    return not special and not any(part._forward_pre_hooks or part._forward_hooks for part in module.modules())
+    return not special and not any(part._forward_pre_hooks or part._forward_hooks for part in parts_of(module))
 
 
 def _torchs_own(hook: Any) -> bool:
@@ -54,7 +60,7 @@ def written_statistics(module: nn.Module) -> list[Tensor]:
     """Return the running statistics that a normalisation layer updates in training."""
     return [
         tensor
-        for part in module.modules()
+        for part in parts_of(module)
         if isinstance(part, _NormBase) and part.training
         for tensor in (part.running_mean, part.running_var)
         if tensor is not None

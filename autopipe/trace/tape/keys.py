@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from autopipe.bits import bytes_of
 from autopipe.trace.explain import unsupported
 from autopipe.trace.numbers import Lifted
+from autopipe.trace.record.leaves import parts_of
 from autopipe.trace.record.values import SYMBOLIC
 from autopipe.trace.tape.live import LiveModel
 
@@ -114,7 +115,7 @@ class Keys:
     def of_module(self, path: str, module: nn.Module) -> Key:
         """Return what identifies a module of torch whose calls are one call: its path, and what its code reads."""
         key: list[Any] = [path]
-        for part in (module,) if not module._modules else module.modules():
+        for part in parts_of(module):
             own, kind = vars(part), type(part)
             key += (kind, kind.forward, id(own.get("forward")))
             names: tuple[str, ...] = read_by(kind)  # type: ignore[arg-type]  # a class is hashable

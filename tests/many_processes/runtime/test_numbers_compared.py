@@ -48,7 +48,7 @@ WRONG = """
 import multiprocessing
 if multiprocessing.current_process().name == "read_beside":
     from dataclasses import replace
-    from autopipe.runtime.batches.guard import Guard
+    from autopipe.trace.tape.guard import Guard
     follow = Guard.follow
 
     def wrong(self, part, step, index, *args):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError
-from autopipe.runtime.batches.guard import built
 from autopipe.runtime.batches.new_recording import refuse_other_state
 from autopipe.trace import capture
 from autopipe.trace.graph.replay import assemble, replay
 from autopipe.trace.numbers import tensors_of
 from autopipe.trace.tape import Tape
+from autopipe.trace.tape.guard import built
 from autopipe.trace.tape.programs import first_difference
 from autopipe.trace.tape.survey import Survey, survey
 from autopipe.workload import LoadOptions, load_workload

@@ -17,9 +17,8 @@ from torch import nn
 from autopipe.draws import exclusive
 from autopipe.errors import RunError, TraceError
 from autopipe.ir.graph import Graph
-from autopipe.runtime.events import Reporter
-from autopipe.trace import Capture
-from autopipe.trace.tape import Difference, Known, Tape, why_unknown
+from autopipe.trace.result import Capture
+from autopipe.trace.tape.tape import Difference, Known, Tape, why_unknown
 from autopipe.workload import Workload
 from autopipe.workload.model.size_limits import with_placeholders
 
@@ -39,17 +38,23 @@ class Guard:
     """The user's model of the process that reads, beside the stages."""
 
     workload: Workload
-    reporter: Reporter
+    # tells the user
+    note: Callable[[str], None]
     # None: what the model does cannot be compared
     tape: Tape | None = None
     _noted: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(workload: Workload, reporter: Reporter, graph: Graph) -> Guard:
+    def of(workload: Workload, note: Callable[[str], None], graph: Graph) -> Guard:
         """Build the model without memory for its parameters. Data that refers to the model refers to this one."""
         with exclusive(), torch.random.fork_rng(devices=()):  # data may draw from the generator
             tape = Tape(workload, built(workload), graph.numbers, varies=graph.varies)
-            return Guard(workload, reporter, tape)
+            return Guard(workload, note, tape)
+
+    @property
+    def why_not(self) -> str:
+        """Why the user's Python between two minibatches, which the data may depend on, runs in the ranks only."""
+        return "" if self.tape is None or self.tape.steps is None else self.tape.steps.why_not
 
     def follow(self, part: Any, step: int, index: int, known: Mapping[str, Known], write: Write) -> Follows:
         """Run model and loss for a microbatch, and compare with what the stages may run.
@@ -96,8 +101,12 @@ class Guard:
     def _note(self, why: str) -> None:
         if why and why not in self._noted:
             self._noted.add(why)
-            text = f"the Python of forward and loss is not compared with the stage code while training: {why}"
-            self.reporter.event("note", text=text)
+            self.note(not_compared(why))
+
+
+def not_compared(why: str) -> str:
+    """Return the note that says why nothing is compared."""
+    return f"the Python of forward and loss is not compared with the stage code while training: {why}"
 
 
 def built(workload: Workload) -> nn.Module:
