@@ -137,3 +137,44 @@ def test_a_hook_of_the_ranks_keeps_the_data_in_rank_0(commands: Commands) -> Non
     _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
     assert "not compared with the stage code while training: after_step runs in the ranks" in " ".join(stderr.split())
     assert len(losses(commands.folder / "run")) == 3
+
+
+SCHEDULED = """
+
+SCALE = [1.0]
+
+def lower(step):
+    SCALE[0] = 0.5 ** step
+    return 1.0
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lower)
+
+plain_data = data
+
+def data(batch_size=8):
+    for x, y in plain_data(batch_size):
+        yield x * SCALE[0], y
+"""
+
+
+def test_data_that_depends_on_what_a_scheduler_sets_is_that_of_rank_0(commands: Commands) -> None:
+    write(commands.folder)
+    with (commands.folder / "model.py").open("a") as file:
+        file.write(SCHEDULED)
+    commands.run(*WORDS, "--steps", "4", seconds=100)
+    commands.run(*WORDS, "--steps", "4", "--data-reader", "one", "--run-dir", "one", seconds=100)
+    assert losses(commands.folder / "run") == losses(commands.folder / "one")
+
+
+def test_a_first_minibatch_that_differs_ends_the_run_before_it_is_saved(commands: Commands) -> None:
+    write(commands.folder)
+    with (commands.folder / "model.py").open("a") as file:
+        file.write(
+            "\n\nclass Net(Net):\n    def forward(self, x):\n"
+            "        return super().forward(x * (2.0 if TRAINS else 1.0))\n"
+        )
+    _, stderr = commands.run(*WORDS, "--steps", "1", "--audit-every", "0", code=3, seconds=100)
+    assert "minibatch 1, microbatch 1: the forward or the loss does not do what was recorded" in stderr
+    assert not list((commands.folder / "run" / "checkpoints").glob("step-*"))
+    assert_no_process_is_left(commands.folder)
