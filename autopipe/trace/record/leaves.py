@@ -27,9 +27,7 @@ def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
     if not place.startswith(("torch.nn.", "torch.ao.nn.")):
         return False
     for part in parts_of(module):
-        if (hooks := (*part._forward_hooks.values(), *part._forward_pre_hooks.values())) and not all(
-            map(_torchs_own, hooks)
-        ):
+        if not all(map(_torchs_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))):
             return False
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and id(tensor) not in state:

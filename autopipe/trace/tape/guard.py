@@ -38,7 +38,6 @@ class Guard:
     """The user's model of the process that reads, beside the stages."""
 
     workload: Workload
-    # tells the user
     note: Callable[[str], None]
     # None: what the model does cannot be compared
     tape: Tape | None = None

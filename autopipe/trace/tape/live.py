@@ -141,28 +141,24 @@ class Steps:
     """
 
     def __init__(self, workload: Workload, model: nn.Module, *, varies: bool) -> None:
-        """Build the optimizer and the scheduler, as a plain loop does before its first minibatch.
-
-        ``varies``: forward or loss may read the state of a scheduler of torch.
-        """
+        """Build them, as a plain loop does before its first minibatch. ``varies``: the model may read their state."""
         self._workload, self._model, self._count = workload, model, 0
-        self.scheduler: Any = None
+        self._scheduler: Any = None
         self._has_hook = "after_step" in workload.hooks
         self.why_not = ""
         try:
             optimizer = workload.optimizer([*model.named_parameters()])
-            self.scheduler = None if optimizer is None else workload.scheduler(optimizer)
+            self._scheduler = None if optimizer is None else workload.scheduler(optimizer)
         except Exception as error:
             self.why_not = f"the optimizer or the scheduler fails without the weights ({type(error).__name__})"
             return
         if optimizer is not None and not is_of_torch(optimizer):
             self.why_not = "the optimizer is not one of torch's, or calls functions of yours"
             return
-        if workload.spec.precision == _HALF and (self._has_hook or self.scheduler is not None):
-            if not varies and not self._has_hook and optimizer is not None and is_of_torch(optimizer, self.scheduler):
-                self.scheduler = None  # it calls nothing of the user's, and the model reads nothing of it
-            else:
+        if workload.spec.precision == _HALF and (self._has_hook or self._scheduler is not None):
+            if varies or self._has_hook or optimizer is None or not is_of_torch(optimizer, self._scheduler):
                 self.why_not = "in fp16, only the ranks know after which minibatches the scheduler and after_step run"
+            self._scheduler = None  # one of torch's calls nothing of the user's, and the model reads nothing of it
 
     def run(self) -> None:
         """Run the hooks after a minibatch. Raises: TraceError if they read the values of parameters, or fail."""
@@ -170,10 +166,10 @@ class Steps:
         try:
             if self._has_hook:
                 self._run_hook(step)
-            if self.scheduler is not None:
+            if self._scheduler is not None:
                 with warnings.catch_warnings():  # torch misses the step of the optimizer
                     warnings.simplefilter("ignore")
-                    self.scheduler.step()
+                    self._scheduler.step()
         except Exception as error:
             what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             raise TraceError(

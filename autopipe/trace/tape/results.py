@@ -83,9 +83,6 @@ def built(form: Any, touched: Sequence[Tensor], results: Sequence[Tensor]) -> An
     return tuple.__new__(kind, entries)
 
 
-VERSION_READ = "how often a tensor was written (_version) is read"
-
-
 class Unknown:
     """A number that only a stage knows. It can be printed, and nothing else."""
 
@@ -100,7 +97,7 @@ class Unknown:
 
     def _refuse(self, *_: object) -> Any:
         with self._noting():
-            raise unsupported(VERSION_READ, KEEP)
+            raise unsupported("how often a tensor was written (_version) is read", KEEP)
 
     __repr__ = __str__
     __lt__ = __gt__ = __le__ = __ge__ = __eq__ = __ne__ = __hash__ = __bool__ = _refuse

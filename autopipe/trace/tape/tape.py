@@ -104,8 +104,7 @@ class Tape:
         self.follows_backward = True  # the user's Python of the backward pass can run on fakes
         self._shape_env = FollowingShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
-        is_stepped = varies or workload.stepping.is_customized
-        self.steps = Steps(workload, model, varies=varies) if is_stepped else None
+        self.steps = Steps(workload, model, varies=varies) if varies or workload.stepping.is_customized else None
         self._live = LiveModel(model, self._mode, _CPU)
         self._roots: dict[Hashable, Entry] = {}
         self._built = settings_of_layers(model)
@@ -113,6 +112,7 @@ class Tape:
         self._memoized = MemoizedFakes(model)
         self._fakes: Any = None  # of the first recorder: its results outlive a run
         self._settings: dict[str, Any] = {}  # before the first run
+        self._moved: frozenset[str] = frozenset()  # settings that the latest run has changed
 
     def run(
         self, item: Item, known: Mapping[str, Known] | None, write: Callable[[Capture], str] | None = None
@@ -155,7 +155,9 @@ class Tape:
         finally:
             run.close()
             self._memoized.forget()
-        difference = difference or outside.difference(self._settings)
+        moved = outside.moved()
+        difference = difference or outside.difference(self._settings, moved, None if self.varies else self._moved)
+        self._moved = moved if self.num_runs else frozenset()
         self.num_runs += 1
         return difference
 
@@ -298,20 +300,32 @@ class _Run:
 
 
 class _Outside:
-    """What a run must leave as it is: random generators, and settings that decide how torch computes."""
+    """What a run must leave as it is: random generators, and settings of the process."""
 
     def __init__(self) -> None:
-        self.settings = dict(SETTINGS.all(OF_RESULTS))
+        self.settings = dict(SETTINGS.all())
         self._states = _states()
 
-    def difference(self, first: Mapping[str, Any]) -> Difference | None:
-        """Return what the run has changed, or what was changed before it. ``first``: settings before the first run."""
-        now = dict(SETTINGS.all(OF_RESULTS))
-        for name, value in self.settings.items():
-            if value != first[name]:
-                recorded, other = f"{name} = {first[name]!r}", f"{name} = {value!r}"
-                return Difference(recorded, other, remedy="set it once, in the model file")
-            if now[name] != value:
+    def moved(self) -> frozenset[str]:
+        """Return the settings that have changed since."""
+        now = dict(SETTINGS.all())
+        return frozenset(name for name, value in self.settings.items() if now[name] != value)
+
+    def difference(
+        self, first: Mapping[str, Any], moved: frozenset[str], before: frozenset[str] | None
+    ) -> Difference | None:
+        """Return what the run has changed, or what was changed before it.
+
+        ``first``: the settings before the first run. ``moved``: those that the run has changed; ``before``: those that
+        the run before has changed. A setting that does not decide how torch computes may change once, as when a module
+        is imported; again and again if ``before`` is None.
+        """
+        for name in OF_RESULTS:
+            if self.settings[name] != first[name]:
+                recorded, now = f"{name} = {first[name]!r}", f"{name} = {self.settings[name]!r}"
+                return Difference(recorded, now, remedy="set it once, in the model file")
+        for name in moved:
+            if name in OF_RESULTS or (before is not None and name in before):
                 changed = f"the forward or the loss changes the setting {name}"
                 return Difference("", changed, remedy="set it once, where the model is built")
         for name, state, after in zip(("torch", "numpy.random", "random"), self._states, _states(), strict=True):
@@ -341,7 +355,7 @@ def _compared(
     """Return the name of the stage code that does what a recorded run did; else how the latest differs."""
     now, differences = run.graph(), []
     for name, (graph, sizes) in known.items():
-        difference = difference_of(graph, sizes, now)
+        difference = _of_graphs(graph, sizes, now)
         if difference is None:
             return name, None
         differences.append(difference)
@@ -350,8 +364,7 @@ def _compared(
     return "", differences[-1]
 
 
-def difference_of(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:
-    """Return the first call in which a recorded run differs from a graph. ``sizes``: of the symbols of the graph."""
+def _of_graphs(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:
     pair = first_difference(graph, sizes, now)
     if pair is None:
         return None
@@ -378,4 +391,4 @@ def _text(call: str, place: str) -> str:
     return f"{call} at {place}" if place else call
 
 
-__all__ = ["Difference", "Known", "Tape", "difference_of", "why_unknown"]
+__all__ = ["Difference", "Known", "Tape", "why_unknown"]
