@@ -12,6 +12,7 @@ writes. Python numbers read from tensors (``item()``) carry no names.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ _IN_PARAMETERS = (
     "requires_grad=False, which are passed to the hook by name; for averaged weights, use --ema DECAY without a hook"
 )
 
+_ENTRY = re.compile(r"\[\d+\]$")
 _Names = frozenset[str]
 
 
@@ -219,7 +221,7 @@ def _refuse_state(workload: Workload, settled: Snapshot, foreign_shape: tuple[in
         )
     if not changed:
         return ()
-    names = ", ".join(dict.fromkeys(now.names[place] for place in changed))
+    names = ", ".join(dict.fromkeys(_ENTRY.sub("", now.names[place]) for place in changed))
     return (f"after_step changes {names}, which checkpoints do not store: it starts from its initial value on resume",)
 
 

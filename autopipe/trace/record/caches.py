@@ -1,7 +1,8 @@
 """Restore caches of the user's Python code outside of the model's modules.
 
-A helper may create a table once and keep it (``functools.lru_cache``, a dict at module level, an attribute of an object
-that is not a module). After a recording, such a table would hold fake tensors and break the next real forward.
+A helper may create a table once and keep it (``functools.lru_cache``, a dict or an object at module level, an attribute
+of an object that is not a module). After a recording, such a table would hold fake tensors, and break the next real
+forward.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.trace.record.containers import PLAIN_CONTAINERS, attributes, copied, refill
-from autopipe.users_code import is_model_module
+from autopipe.users_code import is_model_module, is_own_class
 
 _NO_HELPERS = PLAIN_CONTAINERS | {bool, int, float, str, tuple, type(None)}  # the types of most attributes
+
+_MOST_ENTRIES = 64
+"""Entries of a dict whose values are looked at, too."""
 
 _DEFINED = (FunctionType, type, functools._lru_cache_wrapper)
 
@@ -29,14 +33,13 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._memoized: dict[int, tuple[Any, int]] = {}
+        self._helpers: set[int] = set()
         for users in users_namespaces(model):
             self._look_at(vars(users))
         for module in model.modules():
             for value in vars(module).values():
                 if _is_helper(value):
-                    namespace = attributes(value) or {}
-                    self._containers.append((namespace, dict(namespace)))
-                    self._look_at(namespace)
+                    self._look_at_helper(value)
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             self._look_at(dict(vars(kind)), containers=False)
         self._of_packages = {
@@ -46,12 +49,22 @@ class Caches:
             if type(value) is functools._lru_cache_wrapper and id(value) not in self._memoized
         }
 
-    def _look_at(self, namespace: dict[str, Any], *, containers: bool = True) -> None:
+    def _look_at(self, namespace: dict[Any, Any], *, containers: bool = True) -> None:
         for name, value in namespace.items():
             if isinstance(value, functools._lru_cache_wrapper):
                 self._memoized[id(value)] = value, value.cache_info().misses
-            elif containers and type(value) in (dict, list, set) and not name.startswith("__"):
+            elif containers and type(value) in (dict, list, set) and not str(name).startswith("__"):
                 self._containers.append((value, copied(value)))
+                if type(value) is dict and len(value) <= _MOST_ENTRIES:
+                    self._look_at(value)
+            elif containers and is_own_class(type(value)) and _is_helper(value) and id(value) not in self._helpers:
+                self._look_at_helper(value)
+
+    def _look_at_helper(self, value: Any) -> None:
+        self._helpers.add(id(value))
+        namespace = attributes(value) or {}
+        self._containers.append((namespace, dict(namespace)))
+        self._look_at(namespace)
 
     def restore(self) -> None:
         """Restore containers; clear the memoized functions that were called with new arguments.

@@ -24,6 +24,7 @@ from autopipe.trace.explain import calling_frame, here, short_path, unsupported,
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.module_hooks import GETTERS, refusing
 from autopipe.trace.record.recorder import Recorder
+from autopipe.trace.record.values import SYMBOLIC
 
 _AUTOCAST = torch.amp.autocast_mode.autocast
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
@@ -126,6 +127,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (_AUTOCAST, "__exit__", autocast_exit),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint_once),
         (nn.Module, "training", reads),
+        *((kind, "__format__", lambda number, _: str(number)) for kind in SYMBOLIC),  # it is printed with a format
         (torch.distributions.Distribution, "_validate_args", False),  # validation reads the data
         (_FAKES, "disabled", True),  # suppress torch's traceback; the error reports the failure
     ]
