@@ -64,7 +64,6 @@ class TraceError(AutopipeError):
     """The model cannot be captured; ``where`` is the user's ``file:line``."""
 
     within: tuple[str, ...] = ()  # paths of the modules whose forward was running, outermost first; () if unknown
-    of_state = False  # Python state changes from step to step
 
 
 class ProfileError(AutopipeError):

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from autopipe.commands.changing import changing, with_homes
+from autopipe.commands.changing import Looking, with_homes
 from autopipe.commands.settings import ModelSettings, ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import ModelFileError, RunError, TraceError
@@ -48,17 +48,18 @@ def captured_with(
     minibatch = workload.batches.minibatch
 
     def captured_now() -> Capture:
-        captured = capture(
-            workload,
-            model=built,
-            allow_data_dependent=settings.allow_data_dependent,
-            verify=verify and not settings.estimate,
-            lengths=stored is None or len(stored.graph.symbols) > 1,
-            state=state,
-            changing=lambda: changing(workload),
-            numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
-            device=torch.device(proven_on),
-        )
+        with contextlib.ExitStack() as stack:
+            looking = stack.enter_context(Looking(workload)) if state else None
+            captured = capture(
+                workload,
+                model=built,
+                allow_data_dependent=settings.allow_data_dependent,
+                verify=verify and not settings.estimate,
+                lengths=stored is None or len(stored.graph.symbols) > 1,
+                changing=None if looking is None else looking.survey,
+                numbers=stored.graph.numbers if stored is not None and stored.graph.varies and not state else None,
+                device=torch.device(proven_on),
+            )
         if has_placeholders(built):
             return_freed_memory()
         return with_homes(captured, workload, None if stored is None else stored.graph)

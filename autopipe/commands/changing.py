@@ -2,76 +2,74 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopipe.commands.settings import ignore_event
-from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError, RunError
-from autopipe.ir import artifact, decoding
-from autopipe.ir.graph import Graph, Input
-from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
 from autopipe.planning.cut_mapping import homes
 from autopipe.trace.result import Capture
 from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.refusal import KEEP
-from autopipe.trace.state.trying.isolation import isolated
-from autopipe.trace.tape.guard import built
-from autopipe.trace.tape.survey import Survey, survey
-from autopipe.workers.task import Link
+from autopipe.trace.tape.survey import Survey
+from autopipe.trace.tape.surveying import decoded, look
 from autopipe.workers.worker import Worker, result_of
 from autopipe.workload import Workload
 
 COMPILED = "compiled stages (--compile) would be compiled again for each change"
-_MOST_SECONDS = 60.0
+_MOST_KNOWN = 8
+_KNOWN: dict[Any, Survey] = {}
+"""Specification and states of the files -> what was found."""
 
 
-def changing(workload: Workload) -> Survey:
-    """Return what a model's Python does otherwise from step to step, or why its model cannot be trained so."""
-    if "split" in workload.hooks or workload.spec.team > 1:
-        return Survey(None, "a team runs each stage" if workload.spec.team > 1 else "the split hook runs in the ranks")
-    if "after_step" in workload.hooks and _reads_requires_grad(workload.functions()["after_step"]):
-        return Survey(None, "after_step reads or sets requires_grad, which forward and loss may set beside the ranks")
-    states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)
-    return _changing(artifact.canonical(workload.spec), states)
+class Looking:
+    """A process that looks for it, started early: a command captures the model meanwhile."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        states = tuple((path, Path(path).stat().st_mtime_ns) for path in workload.files)
+        self._key, doing = (artifact.canonical(workload.spec), states), "looking for what changes from step to step"
+        self._worker = None if self._key in _KNOWN else Worker(look, json.loads(self._key[0]), doing=doing)
+
+    def __enter__(self) -> Looking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._worker is not None and not self._worker.ended:
+            self._worker.end()
+
+    def survey(self) -> Survey:
+        """Return what changes from step to step, or why such a model cannot be trained."""
+        if self._worker is not None:
+            if len(_KNOWN) >= _MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[self._key], self._worker = _survey_of(self._worker), None
+        survey, why = _KNOWN[self._key], _why_not(self._workload)
+        return survey if survey.first is None or not why else survey._replace(numbers=None, why=why)
 
 
-def _reads_requires_grad(hook: Any) -> bool:
-    code = getattr(hook, "__code__", None)
+def _why_not(workload: Workload) -> str:
+    if workload.spec.team > 1:
+        return "a team runs each stage"
+    if "split" in workload.hooks:
+        return "the split hook runs in the ranks"
+    code = getattr(workload.functions().get("after_step"), "__code__", None)
     names = {name for each in with_inner(code) for name in each.co_names} if code is not None else {"requires_grad"}
-    return not names.isdisjoint(("requires_grad", "requires_grad_"))
+    if "after_step" in workload.hooks and not names.isdisjoint(("requires_grad", "requires_grad_")):
+        return "after_step reads or sets requires_grad, which forward and loss may set beside the ranks"
+    return ""
 
 
-@functools.lru_cache(maxsize=8)
-def _changing(spec: str, _: Any) -> Survey:
+def _survey_of(worker: Worker) -> Survey:
     try:
-        worker = Worker(look, json.loads(spec), doing="looking for what changes from step to step")
-        answer = result_of(worker, ignore_event)
+        return decoded(result_of(worker, ignore_event))
     except AutopipeError as error:
         return Survey(None, error.what)
-    if answer["numbers"] is None:
-        return Survey(None, answer["why"])
-    numbers = tuple(decoding.decode(Input, value, "input") for value in answer["numbers"])
-    return Survey(numbers, "", tuple(decoding.decode(Graph, value, "graph") for value in answer["others"]))
-
-
-def look(task: Any, link: Link) -> Any:
-    """Look for it, in the process for that. ``task``: a workload's spec as JSON values."""
-    workload = Workload.from_spec(decoding.decode(WorkloadSpec, task, "spec"))
-    with isolated(_MOST_SECONDS):
-        with exclusive(), torch.random.fork_rng(devices=()):
-            model = built(workload)
-        surveyed = survey(workload, model)
-    return {
-        "numbers": None if surveyed.numbers is None else [artifact.encode(entry) for entry in surveyed.numbers],
-        "why": surveyed.why,
-        "others": [artifact.encode(graph) for graph in surveyed.others],
-    }
 
 
 def with_homes(captured: Capture, workload: Workload, stored: Graph | None) -> Capture:
@@ -81,7 +79,9 @@ def with_homes(captured: Capture, workload: Workload, stored: Graph | None) -> C
     """
     graph, owned = captured.graph, dict(captured.graph.homes)
     is_known = not graph.varies or (stored is not None and stored.digest == graph.digest)
-    for other in () if is_known else changing(workload).others:
+    with Looking(workload) if not is_known else contextlib.nullcontext() as looking:
+        others = () if looking is None else looking.survey().others
+    for other in others:
         owned.update({name: home for name, home in homes(graph, other).items() if name not in owned})
     return captured if owned == graph.homes else replace(captured, graph=replace(graph, homes=owned))
 

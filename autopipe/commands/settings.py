@@ -205,7 +205,7 @@ class TrainSettings:
     init_from: Path | None = None  # initial weights; ignored by a resumed run
     trust: bool = False  # accept a format of ``init_from`` that can run code
     measure_memory: bool = False
-    data_reader: str = "one"  # one of ``runtime.job.DATA_READERS``
+    data_reader: str = "beside"  # one of ``runtime.job.DATA_READERS``
     same_data: bool = True  # see ``runtime.job.Job``
     replay: str = "some"  # see ``runtime.job.Job``
     new_rate: float | None = None  # a learning rate that replaces the one of the checkpoint

@@ -113,7 +113,7 @@ OPTIONS: dict[str, Option] = {
         data_reader=Option(
             "What reads the data: one rank (0) for all; a process beside it, which also compares what the model's "
             "Python does for each microbatch with the stage code; or each rank all of it.",
-            default="one",
+            default="beside",
             choices=("one", "beside", "each"),
         ),
         allow_other_data=Option("Let --resume continue although the data has changed."),

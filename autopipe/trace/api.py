@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import types
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture, with_divisor
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
-from autopipe.trace.state.check import refuse_changing_state
-from autopipe.trace.state.observing.observe import Ran, observed
-from autopipe.trace.state.snapshots.settings import SETTINGS
+from autopipe.trace.state.repeats import Start, refuse_other_calls, restored
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
-from autopipe.trace.tape.survey import Start, Survey
+from autopipe.trace.tape.survey import Survey
 from autopipe.trace.tape.tape import why_unknown
 from autopipe.workload import Item, Workload
 from autopipe.workload.model.factory import trains
@@ -51,8 +48,7 @@ def capture(
     lengths: bool = True,
     training: bool = True,
     others: Sequence[Item] | None = None,
-    state: bool = True,
-    changing: Callable[[], Survey] = lambda: Survey(None),
+    changing: Callable[[], Survey] | None = None,
     numbers: tuple[Input, ...] | None = None,
     device: torch.device = CPU,
 ) -> Capture:
@@ -62,21 +58,21 @@ def capture(
     that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
     ``training``: False captures the model in evaluation mode. ``others``: for a further recording of a model, batches
     of the same form that were recorded before; the sizes in which they differ from the batch may vary if the model
-    supports it. ``state``: search for Python state that the forward changes and reads. ``changing``: called if that
-    search refuses the model; returns the numbers that change, which become inputs of the graph, so that each microbatch
-    brings them, or None and the reason. The graph then ``varies``: it is that of the first microbatch. ``numbers``:
-    those of an earlier capture that varies. ``device``: computes real numbers; before and afterwards the model is on
-    the CPU. Memory: ``verify`` keeps moved weights and two gradients per parameter; if these do not fit this host, the
-    capture is not verified, with a note.
+    supports it. ``changing``: returns what the model's Python does otherwise from step to step; None to ask for
+    nothing. Numbers that change become inputs of the graph, so that each microbatch brings them. The graph then
+    ``varies``: it is that of the first microbatch. ``numbers``: those of an earlier capture that varies. ``device``:
+    computes real numbers; before and afterwards the model is on the CPU. Memory: ``verify`` keeps moved weights and two
+    gradients per parameter; if these do not fit this host, the capture is not verified, with a note.
 
-    Raises: TraceError with the user's line if the model cannot be captured, if the graph differs from the model, or if
-    the loss of a training has no gradient; any error of ``device``, which may be of no use to this process afterwards.
+    Raises: TraceError with the user's line if the model cannot be captured, if it changes from step to step in a way
+    that cannot be trained, if the graph differs from the model, or if the loss of a training has no gradient; any error
+    of ``device``, which may be of no use to this process afterwards.
     """
     model = workload.build_model() if model is None else model
     place = (Place(device) if numbers is None else Place()).or_cpu(model)
 
-    def record(of: Workload, *, training: bool) -> Capture:
-        arguments = batch_size, allow_data_dependent, verify, lengths, others, state, place
+    def record(of: Workload, look: Callable[[], Survey] | None = None, *, training: bool = True) -> Capture:
+        arguments = batch_size, allow_data_dependent, verify, lengths, others, look, place
         return _capture(of, model, *arguments, training=training)
 
     def varying(inputs: tuple[Input, ...]) -> Capture:
@@ -84,11 +80,9 @@ def capture(
 
     if training:
         try:
-            captured = record(workload, training=True) if numbers is None else varying(numbers)
-        except TraceError as error:
-            if numbers is not None or not error.of_state or not place.is_cpu:
-                raise
-            captured = _with_changing(changing, varying, error)
+            captured = record(workload, changing) if numbers is None else varying(numbers)
+        except _VariesError as error:
+            captured = _varying(error.survey, varying, place)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     opaque = workload.spec.opaque_modules
     with left_as_it_was(model):
@@ -107,15 +101,13 @@ def _capture(
     verify: bool,
     free: bool,
     others: Sequence[Item] | None,
-    state: bool,
+    look: Callable[[], Survey] | None,
     place: Place,
     *,
     training: bool,
 ) -> Capture:
     _refuse_sparse_parameters(model)
-    ran: dict[types.CodeType, Ran] = {}
-    item = observed(lambda: workload.example_item(batch_size), ran)
-    settings = dict(SETTINGS.all())
+    item = workload.example_item(batch_size)
     fixed = workload.is_fixed(item)
     distinct = _distinct(sizes_of(model) | other_sizes(workload, item), batch_size)
     if fixed:
@@ -137,7 +129,7 @@ def _capture(
         if training:
             _refuse_without_gradient(captured.graph)
         workload.run_opaque(opaque.modules)
-        of_state, unread = _of_python(workload, model, item, captured, place, ran if state else None, settings)
+        unread = _unread(workload, model, item, captured, place)
     items = [item] if fixed else [item, other_batch(workload, item, another_size(batch_size))]
 
     def completed(capture: Capture) -> Capture:
@@ -145,48 +137,90 @@ def _capture(
         capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
         return with_divisor(capture, *map(workload.leaves, items))
 
-    captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *of_state, *captured.notes)))
+    captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *captured.notes)))
+    look = look if training and trains(model) and not any(p.is_meta for p in model.parameters()) else None
     notes = _why_not_verified(model, place, verify)
     if not verify or notes:
+        _refuse_changes(look, workload, model, item, captured, place)
         return dataclasses.replace(bounded(captured, lengths, 0), notes=(*captured.notes, *notes))
     proof = Proof(workload, model, items, in_parts=trains(model) and not fixed and others is None, place=place)
+
+    def other() -> Capture:
+        return completed(dataclasses.replace(strategies, lengths=()).capture())
+
+    try:
+        with contextlib.nullcontext() if look is None else restored(workload, model):
+            proven = _proven(proof, captured, lengths, others, other)
+    except TraceError as error:
+        reraise_failure_of_device(error)
+        _refuse_changes(look, workload, model, item, captured, place)  # the cause, if something changes
+        raise
+    _refuse_changes(look, workload, model, item, captured, place)
+    return proven
+
+
+def _proven(
+    proof: Proof,
+    captured: Capture,
+    lengths: tuple[Length, ...],
+    others: Sequence[Item] | None,
+    other: Callable[[], Capture],
+) -> Capture:
+    """Return a capture that computes what the model does. ``other``: captures it for fixed lengths."""
     if others and captured.graph.lengths:
         try:
             proof.on_batches(captured, others)
         except TraceError as why:
             reraise_failure_of_device(why)
             logger.info("the sizes in which batches differ stay fixed: %s", why.what)
-            captured = completed(dataclasses.replace(strategies, lengths=()).capture())
+            captured = other()
     elif captured.graph.lengths:
         proven = proof.at_lengths(captured, lengths)
         if proven is not None:
             return proven
-        captured = completed(dataclasses.replace(strategies, lengths=()).capture())
+        captured = other()
     return proof.of(captured)
 
 
-def _of_python(
+class _VariesError(Exception):
+    """The model's Python does not do the same in every step."""
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__()
+        self.survey = survey
+
+
+def _unread(workload: Workload, model: nn.Module, item: Item, captured: Capture, place: Place) -> tuple[str, ...]:
+    """Return the parts of a batch that are not read."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return ()
+    with place.having(workload, model, captured) as placed:
+        return unread_paths(placed, model, place.item(workload, item), captured.module)
+
+
+def _refuse_changes(
+    look: Callable[[], Survey] | None,
     workload: Workload,
     model: nn.Module,
     item: Item,
     captured: Capture,
     place: Place,
-    ran: dict[types.CodeType, Ran] | None,
-    settings: Mapping[str, Any],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the notes of the search for state, and the parts of a batch that are not read.
+) -> None:
+    """Refuse to take a graph for that of every step if the model's Python does something else in another one.
 
-    ``ran``: None to search for no state. Raises: TraceError with ``of_state`` if the forward reads state that changes.
+    ``look``: returns what that is; None to ask for nothing. Raises: _VariesError if the model may be trained with it;
+    TraceError if only runs with numbers can tell, and they differ.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return (), ()
-    notes: tuple[str, ...] = ()
+    if look is None:
+        return
+    if not why_unknown(captured.graph):
+        survey = look()
+        if survey.first is not None:
+            raise _VariesError(survey)
+        if not survey.is_unknown:
+            return
     with place.having(workload, model, captured) as placed:
-        own = place.item(workload, item)
-        if ran is not None and trains(model):
-            with _of_state():
-                notes = refuse_changing_state(placed, model, own, ran, settings)
-        return notes, unread_paths(placed, model, own, captured.module)
+        refuse_other_calls(placed, model, place.item(workload, item))
 
 
 def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str, ...]:
@@ -196,25 +230,24 @@ def _why_not_verified(model: nn.Module, place: Place, verify: bool) -> tuple[str
     return (f"the captured model is not compared with the original: {lack}",) if lack else ()
 
 
-def _with_changing(
-    changing: Callable[[], Survey],
-    varying: Callable[[tuple[Input, ...]], Capture],
-    error: TraceError,
-) -> Capture:
-    """Capture a model that changes state as it is for the first microbatch. Raises: ``error``, with why not."""
-    numbers, why, _ = changing()
+def _varying(survey: Survey, record: Callable[[tuple[Input, ...]], Capture], place: Place) -> Capture:
+    """Capture a model that changes from step to step as it is for the first one. Raises: TraceError with why not."""
+    numbers, why, _, first = survey
+    assert first is not None, "it varies"
     try:
         if numbers is not None:
-            return varying(numbers)
+            if place.is_cpu:
+                return record(numbers)
+            why = "the model trains on a GPU"
     except TraceError as refusal:
         why = refusal.what
-    error.remedy += f"; running its Python for each microbatch is not possible: {why}" if why else ""
-    raise error
+    remedy = first.remedy + (f"; running its Python for each microbatch is not possible: {why}" if why else "")
+    raise TraceError(f"{first.text}: the model is not one fixed graph", where=first.where, remedy=remedy)
 
 
 def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record, model: nn.Module) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
-    captured = record(WithNumbers(workload, numbers, Start(workload, model).restore), training=True)
+    captured = record(WithNumbers(workload, numbers, Start(workload, model).restore))
     names = {entry.name for entry in numbers}
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
     divides = any(node.name in names and node.users for node in divisor)
@@ -272,16 +305,6 @@ def _with_after_step(workload: Workload, model: nn.Module, captured: Capture) ->
     effects = effects_of(workload, model)
     graph = dataclasses.replace(captured.graph, after_step=effects.reads)
     return dataclasses.replace(captured, graph=graph, notes=(*captured.notes, *effects.notes))
-
-
-@contextlib.contextmanager
-def _of_state() -> Iterator[None]:
-    """Mark an error of the search for Python state."""
-    try:
-        yield
-    except TraceError as error:
-        error.of_state = True
-        raise
 
 
 @contextlib.contextmanager

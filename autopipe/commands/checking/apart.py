@@ -22,7 +22,8 @@ import torch
 
 from autopipe.commands.settings import ignore_event
 from autopipe.draws import exclusive
-from autopipe.runtime.batches.beside import DOING, read_beside
+from autopipe.runtime.batches.beside import DOING
+from autopipe.runtime.batches.reading_process import read_beside
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.step.loss_weights import Divisors

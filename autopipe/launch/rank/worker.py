@@ -34,7 +34,8 @@ from autopipe.launch.rank.heartbeat import Heartbeats
 from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
 from autopipe.launch.rank.store import choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
-from autopipe.runtime.batches.beside import DOING, INSTEAD, read_beside
+from autopipe.runtime.batches.beside import DOING, INSTEAD
+from autopipe.runtime.batches.reading_process import read_beside
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
@@ -47,8 +48,6 @@ from autopipe.runtime.transport.teams import TeamTransport, agreeing_groups, cha
 from autopipe.workers.parent_death import allow_children, die_with_parent
 from autopipe.workers.signals import leave_signals_to_supervisor
 from autopipe.workers.worker import Worker
-
-# ``Spent``: what a rank spent its time on, from the activities that it reports anyway.
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 

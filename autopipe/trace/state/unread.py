@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.devices import reraise_failure_of_device
 from autopipe.trace.lines.draws import profiled_by
-from autopipe.trace.state.check import Look
+from autopipe.trace.state.repeats import restored, run_once
 from autopipe.users_code import is_model_file
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.items import paths
@@ -45,15 +45,13 @@ def unread_paths(workload: Workload, model: nn.Module, item: Item, module: fx.Gr
             groups.setdefault(_container(path), []).append(place)
     if not groups or len(groups) > _MOST_GROUPS or any(_is_users_call(node) for node in module.graph.nodes):
         return ()
-    hooks = workload.functions() if hasattr(workload, "functions") else {}
-    look = Look(workload, model, item, hooks)
     names: list[str] = []
     for places in groups.values():
         seen: list[str] = []
         changed = list(leaves)
         for place in places:
             changed[place] = _stand_in(type(leaves[place]), seen)
-        if _runs(look, pytree.tree_unflatten(changed, structure), seen):
+        if _runs(workload, model, pytree.tree_unflatten(changed, structure), seen):
             names.extend(named[place][0] for place in places)
     return tuple(names)
 
@@ -75,7 +73,7 @@ def _is_users_call(node: fx.Node) -> bool:
     return code is not None and is_model_file(code.co_filename)
 
 
-def _runs(look: Look, item: Item, seen: list[str]) -> bool:
+def _runs(workload: Workload, model: nn.Module, item: Item, seen: list[str]) -> bool:
     """Return whether forward and loss run twice without reading a placeholder; the second run may use kept state."""
 
     def profile(frame: types.FrameType, event: str, _: Any) -> None:
@@ -85,11 +83,11 @@ def _runs(look: Look, item: Item, seen: list[str]) -> bool:
         if code.co_name.startswith("<") or _holds(frame.f_locals, _DEEPEST):
             seen.append("type")  # type(value), which an object cannot intercept
 
-    with look.restored():
+    with restored(workload, model):
         try:
             with profiled_by(profile):
                 for _ in range(2):
-                    look.run(item)
+                    run_once(workload, model, item)
         except Exception as error:
             reraise_failure_of_device(error)
             return False

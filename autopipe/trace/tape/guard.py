@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopipe.draws import exclusive
 from autopipe.errors import RunError, TraceError
 from autopipe.ir.graph import Graph
+from autopipe.trace.record.values import OF_ITSELF
 from autopipe.trace.result import Capture
+from autopipe.trace.state.users_functions import is_closed
 from autopipe.trace.tape.tape import Difference, Known, Tape, why_unknown
 from autopipe.workload import Workload
 from autopipe.workload.model.size_limits import with_placeholders
 
 Write = Callable[[Capture], str]
+_READING = frozenset((*OF_ITSELF, "item", "numpy", "__array__", "__repr__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,11 @@ class Guard:
     @property
     def why_not(self) -> str:
         """Why the user's Python between two minibatches, which the data may depend on, runs in the ranks only."""
-        return "" if self.tape is None or self.tape.steps is None else self.tape.steps.why_not
+        steps = None if self.tape is None else self.tape.steps
+        hook = self.workload.functions().get("after_step")
+        if hook is not None and not (is_closed(hook) or (steps is not None and steps.has_hook)):
+            return "after_step runs in the ranks, and uses more than its arguments"
+        return "" if steps is None else steps.why_not
 
     def follow(self, part: Any, step: int, index: int, known: Mapping[str, Known], write: Write) -> Follows:
         """Run model and loss for a microbatch, and compare with what the stages may run.
@@ -103,15 +112,40 @@ class Guard:
             self.note(not_compared(why))
 
 
+class WithoutWeights(TorchFunctionMode):
+    """Runs data in a process whose model has no weights. Raises: RunError in a call that reads the value of one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = set(map(id, model.parameters()))
+        self.are_read = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs)) if self._weights else ()
+        if any(id(leaf) in self._weights for leaf in leaves):
+            values = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            if func.__name__ in _READING or any(id(value) not in self._weights for value in values):
+                self.are_read = True
+                raise RunError("the data reads the weights of the model, which this process does not have")
+        return result
+
+
 def not_compared(why: str) -> str:
     """Return the note that says why nothing is compared."""
     return f"the Python of forward and loss is not compared with the stage code while training: {why}"
 
 
 def built(workload: Workload) -> nn.Module:
-    """Build a model for its Python, which has drawn what a complete build draws, without memory for its parameters."""
+    """Build a model for its Python, which has drawn what a complete build draws, without memory for its parameters.
+
+    Data that refers to an instance in the model file refers to this one.
+    """
     model = with_placeholders(workload)
-    return workload.build_model().to(torch.device("meta")) if model is None else model
+    model = workload.build_model().to(torch.device("meta")) if model is None else model
+    workload.models.bind(model)
+    return model
 
 
 def _text(difference: Difference, step: int, index: int) -> str:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.bits import bytes_of
+from autopipe.errors import AutopipeError
 from autopipe.trace.explain import unsupported
 from autopipe.trace.numbers import Lifted
 from autopipe.trace.record.leaves import parts_of
 from autopipe.trace.record.values import SYMBOLIC
+from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.tape.live import LiveModel
 
 Key = tuple[Hashable, ...]
@@ -68,8 +70,11 @@ class Keys:
     def __init__(self, live: LiveModel, contents: Contents, origin: Callable[[Tensor], Hashable | None]) -> None:
         self._live, self._contents, self._origin = live, contents, origin
         self._numbers: dict[int, Value] = {}
-        self._alive: list[Any] = []  # ids are unique only among live objects
+        self.alive: list[Any] = []  # ids are unique only among live objects
         self._aliases: list[Any] = []
+        # values that nothing trained may depend on, with the error if something does
+        self._dead: dict[int, tuple[Tensor, Exception]] = {}
+        self.why_dead: Exception | None = None  # of such a value in the latest key
         # parameters that were read, but for ``requires_grad_`` -> whether they required a gradient then
         self.trained: dict[str, set[bool]] = {}
         self._sets = False  # the key is that of such a call
@@ -77,8 +82,8 @@ class Keys:
     def add(self, values: list[Tensor]) -> None:
         """Give the next numbers to new values."""
         for value in values:
-            self._numbers[id(value)] = Value(len(self._alive))
-            self._alive.append(value)
+            self._numbers[id(value)] = Value(len(self.alive))
+            self.alive.append(value)
 
     def alias(self, value: Tensor, of: Tensor) -> None:
         """Give a tensor the number of another one."""
@@ -87,10 +92,28 @@ class Keys:
             self._numbers[id(value)] = number
             self._aliases.append(value)
 
+    def add_dead(self, values: list[Tensor], why: Exception) -> None:
+        """Note values that nothing trained may depend on. ``why``: the error if something does."""
+        for value in values:
+            if self.number(value) is None:
+                self._dead[id(value)] = value, why
+
+    def is_dead(self, value: Tensor) -> bool:
+        """Return whether a value comes from a tensor that an earlier run made. Then ``why_dead`` is its error."""
+        if id(value) in self._dead:
+            self.why_dead = self._dead[id(value)][1]
+            return True
+        if not isinstance(value, FakeTensor) or self.number(value) is not None or self._origin(value) is not None:
+            return False
+        self.why_dead = of_an_earlier_run(value)
+        return True
+
     def clear(self) -> None:
         """Forget the values."""
+        self._dead.clear()
+        self.why_dead = None
         self._numbers.clear()
-        self._alive.clear()
+        self.alive.clear()
         self._aliases.clear()
 
     def number(self, value: Any) -> Hashable:
@@ -106,7 +129,7 @@ class Keys:
     def of(self, target: Any, modes: tuple[Any, ...], *arguments: Any) -> Key:
         """Return the key of a call. Raises: TraceError for an argument that cannot be compared."""
         key: list[Any] = [target, *modes]
-        self._sets = target is Tensor.requires_grad_
+        self._sets, self.why_dead = target is Tensor.requires_grad_, None
         for argument in arguments:
             if argument:
                 self._walk(argument, key)
@@ -136,7 +159,7 @@ class Keys:
     def _walk(self, value: Any, key: list[Any]) -> None:
         kind = type(value)
         if kind is FakeTensor or isinstance(value, Tensor):
-            key.append(self._of_tensor(value))
+            key.append(self.of_tensor(value))
         elif kind is int:
             key += (int, value)
         elif kind is float:
@@ -169,7 +192,8 @@ class Keys:
                 f"an argument of type {kind.__name__}", "pass tensors, numbers, text, or lists and dicts of them"
             )
 
-    def _of_tensor(self, value: Tensor) -> Hashable:
+    def of_tensor(self, value: Tensor) -> Hashable:
+        """Return what identifies a tensor: its number, its name, or its content if Python holds it."""
         number = self._numbers.get(id(value))
         if number is not None:
             return number
@@ -179,9 +203,9 @@ class Keys:
             if not self._sets:
                 self.trained.setdefault(str(name), set()).add(requires_grad)
             return (name, requires_grad)
-        if isinstance(value, FakeTensor):
-            return ("kept", self._origin(value) or object())  # without an origin, it equals nothing
-        return self._content(value)
+        if self.is_dead(value):
+            return ("dead",)
+        return ("kept", self._origin(value)) if isinstance(value, FakeTensor) else self._content(value)
 
     def _content(self, value: Tensor) -> Hashable:
         """Return what identifies a tensor that Python holds: its form and its bytes."""
@@ -193,6 +217,12 @@ class Keys:
             if value.numel() * value.itemsize > _SMALL:
                 return (*form, self._contents.number(value))
             return (*form, bytes_of(value.detach().cpu()).numpy().tobytes())
+
+
+def of_an_earlier_run(value: Tensor) -> AutopipeError:
+    """Return the error for a tensor that is read, and that an earlier run has made from what only that one had."""
+    why = "that an earlier microbatch made, or a call that cannot be recorded"
+    return unsupported(f"a tensor of shape {tuple(value.shape)} is read {why}", KEEP)
 
 
 @functools.cache

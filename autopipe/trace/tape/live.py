@@ -17,6 +17,7 @@ from autopipe.errors import AutopipeError, TraceError
 from autopipe.trace.record.faked_model import FakedModel, first_names
 from autopipe.trace.record.leaves import CONTAINERS
 from autopipe.trace.record.values import version_of
+from autopipe.trace.state.users_functions import setting_hook
 from autopipe.trace.tape.backward import has_hooks, share_hooks
 from autopipe.workload import Workload
 from autopipe.workload.hooks.optimizers import is_of_torch
@@ -84,7 +85,10 @@ class LiveModel(FakedModel):
         now = [(id(registry), key, id(tensor), version_of(tensor)) for registry, key, tensor in self._registered_now]
         if self._known is not None and now != self._known:
             changed = next((key for _, key, *_ in {*now} ^ {*self._known}), "")
-            raise TraceError(f"the parameter or buffer {changed} is written or replaced outside of forward and loss")
+            raise TraceError(
+                f"the parameter or buffer {changed} is written or replaced outside of forward and loss",
+                remedy="write it in the forward or the loss, or pass the value with the batch",
+            )
         self._known = now
         if not self.names:
             self._begin()
@@ -143,33 +147,33 @@ class Steps:
     def __init__(self, workload: Workload, model: nn.Module, *, varies: bool) -> None:
         """Build them, as a plain loop does before its first minibatch. ``varies``: the model may read their state."""
         self._workload, self._model, self._count = workload, model, 0
-        self._scheduler: Any = None
-        self._has_hook = "after_step" in workload.hooks
+        self.scheduler: Any = None
+        self.has_hook = "after_step" in workload.hooks and (varies or bool(setting_hook(workload, model, None)))
         self.why_not = ""
         try:
             optimizer = workload.optimizer([*model.named_parameters()])
-            self._scheduler = None if optimizer is None else workload.scheduler(optimizer)
+            self.scheduler = None if optimizer is None else workload.scheduler(optimizer)
         except Exception as error:
             self.why_not = f"the optimizer or the scheduler fails without the weights ({type(error).__name__})"
             return
         if optimizer is not None and not is_of_torch(optimizer):
             self.why_not = "the optimizer is not one of torch's, or calls functions of yours"
             return
-        if workload.spec.precision == _HALF and (self._has_hook or self._scheduler is not None):
-            if varies or self._has_hook or optimizer is None or not is_of_torch(optimizer, self._scheduler):
+        if workload.spec.precision == _HALF and (self.has_hook or self.scheduler is not None):
+            if varies or self.has_hook or optimizer is None or not is_of_torch(optimizer, self.scheduler):
                 self.why_not = "in fp16, only the ranks know after which minibatches the scheduler and after_step run"
-            self._scheduler = None  # one of torch's calls nothing of the user's, and the model reads nothing of it
+            self.scheduler = None  # one of torch's calls nothing of the user's, and the model reads nothing of it
 
     def run(self) -> None:
         """Run the hooks after a minibatch. Raises: TraceError if they read the values of parameters, or fail."""
         step, self._count = self._count, self._count + 1
         try:
-            if self._has_hook:
+            if self.has_hook:
                 self._run_hook(step)
-            if self._scheduler is not None:
+            if self.scheduler is not None:
                 with warnings.catch_warnings():  # torch misses the step of the optimizer
                     warnings.simplefilter("ignore")
-                    self._scheduler.step()
+                    self.scheduler.step()
         except Exception as error:
             what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             raise TraceError(

@@ -21,21 +21,22 @@ from autopipe.trace.record.fixed import NOT_FIXED
 from autopipe.trace.record.recorder import Recorder
 from autopipe.trace.record.running import Performed, Running
 from autopipe.trace.record.values import OF_ITSELF, is_answered, storage_key, tensors_in
-from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.tape.backward import Inner
 from autopipe.trace.tape.entries import Entry, Origins
-from autopipe.trace.tape.keys import Key, Keys, Value
+from autopipe.trace.tape.keys import Key, Keys, Value, of_an_earlier_run
 from autopipe.trace.tape.live import settings_of
-from autopipe.trace.tape.results import OWN, Unknown, built, form_of, forms_of, is_held, is_rebuilt
+from autopipe.trace.tape.results import OWN, Unknown, built, form_of, forms_of, forms_with_memory, is_held, is_rebuilt
 
 
 class Reading:
     """One run: ``recorder.tape``. ``records``: whether a call differed from the known ones."""
 
-    def __init__(self, root: Entry, recorder: Recorder, keys: Keys, origins: Origins, built: Mapping[str, str]) -> None:
-        """``built``: the settings of the layers of torch that stages have, by path."""
+    def __init__(
+        self, root: Entry, recorder: Recorder, keys: Keys, origins: Origins, built: Mapping[str, str], *, alone: bool
+    ) -> None:
+        """``built``: the settings of the layers of torch that stages have, by path. ``alone``: no run was before."""
         self.root, self.at, self.recorder, self.keys, self.origins = root, root, recorder, keys, origins
-        self._built = built
+        self._built, self._alone = built, alone
         self.records = not root.next and not root.ends
         self._is_first = not root.num_runs
         self._expected = False  # the running call raised an exception in an earlier run, too
@@ -51,6 +52,8 @@ class Reading:
         """Return the result of a call of the forward."""
         with self.recorder.paused(), self._noting():
             key = self._key(call)
+            if self.keys.why_dead is not None and not self._alone:
+                return self._dead(call, self.keys.why_dead)
             entry = None if self.records else self.at.next.get(key)
             if entry is None:
                 self.record()
@@ -69,6 +72,24 @@ class Reading:
             if entry.is_node:
                 self._waiting.append((entry, call, result))
             return result
+
+    def _dead(self, call: Running, why: Exception) -> Any:
+        """Run a call that reads a tensor of an earlier microbatch, as for a mean in the log. No stage makes it.
+
+        Raises: ``why`` if something that a stage computes depends on it.
+        """
+        recorder, count = self.recorder, self.recorder.random.count
+        performed = recorder.perform(call)
+        self.performed += 1
+        if recorder.random.count != count or call.inner is not None or isinstance(call.target, nn.Module):
+            raise why
+        written = set(map(storage_key, performed.changed))
+        if written and not written.isdisjoint(
+            map(storage_key, (*recorder.faked_model.fake.values(), *self.keys.alive))
+        ):
+            raise why
+        self.keys.add_dead([*tensors_in(performed.out)], why)
+        return performed.out
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -174,7 +195,7 @@ class Reading:
         performed = self.recorder.perform(call)
         self.recorder.random.count = count
         touched = [*tensors_in((performed.args, performed.kwargs)), *call.state, *call.silent]
-        return performed, (_forms(performed.out, touched), performed.drawn[1])
+        return performed, (forms_with_memory(performed.out, touched), performed.drawn[1])
 
     def _recorded(self, entry: Entry, call: Running, performed: Performed | None = None) -> Any:
         recorder, keys = self.recorder, self.keys
@@ -204,7 +225,7 @@ class Reading:
             next(i for i, tensor in enumerate(touched) if tensor is changed) for changed in performed.changed
         )
         if any(type(part) is Lifted for part in entry.key):
-            entry.forms = _forms(result, touched), performed.drawn[1]
+            entry.forms = forms_with_memory(result, touched), performed.drawn[1]
         entry.again = (
             not entry.is_node
             or entry.forms is not None
@@ -273,12 +294,8 @@ class Reading:
             if not isinstance(value, FakeTensor) or known.has(value) or known.is_state(value):
                 continue
             entry = self.origins.entry(value)
-            if (entry is None or entry.origin is None) and not self._is_first:
-                raise unsupported(
-                    f"a tensor of shape {tuple(value.shape)} is read that an earlier microbatch made, or a call that "
-                    "cannot be recorded",
-                    KEEP,
-                )
+            if (entry is None or entry.origin is None) and not self._alone:
+                raise of_an_earlier_run(value)
             if entry is None or entry.origin is None or entry.call is None:
                 continue
             call = entry.call
@@ -337,8 +354,10 @@ class Reading:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def ended(self, end: Hashable) -> None:
-        """End the run. ``end``: what it returned. It is recorded if no known run ended here with that.
+    def ended(self, end: Hashable, values: Sequence[Any]) -> None:
+        """End the run. ``end``: what identifies what it returned, and the buffers that it binds to new tensors.
+
+        It is recorded if no known run ended here with that. ``values``: the tensors.
 
         Raises: TraceError that the user's code has caught.
         """
@@ -347,6 +366,8 @@ class Reading:
         for name, trained in self.keys.trained.items():
             if name and trained != {self.recorder.faked_model.fake[name].requires_grad}:
                 raise unsupported(f"requires_grad of {name} is set after it was read", "set it before the first read")
+        if not self._alone and any(isinstance(value, Tensor) and self.keys.is_dead(value) for value in values):
+            raise self.keys.why_dead or of_an_earlier_run(values[0])
         if end not in self.at.ends:
             self.record()
         self._waiting = []
@@ -370,13 +391,6 @@ class Reading:
     def following(self) -> Entry | None:
         """Return the known call that may follow the latest one."""
         return next(iter(self.at.next.values()), None)
-
-
-def _forms(result: Any, touched: Sequence[Tensor]) -> Hashable:
-    """Return the forms of the tensors that a call returns, and which of those that it read share their memory."""
-    tensors = [value for value in tensors_in(result) if isinstance(value, FakeTensor)]
-    shared = tuple(tuple(storage_key(other) == storage_key(value) for other in touched) for value in tensors)
-    return tuple(form[:-1] for form in forms_of(tensors)), shared
 
 
 _PLACES = ("source", "frame", "at", "caller", "own", "stack", "grad", "checkpoint", "autocast")

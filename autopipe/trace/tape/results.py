@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.trace.explain import unsupported
+from autopipe.trace.record.values import storage_key, tensors_in
 from autopipe.trace.state.refusal import KEEP
 
 
@@ -24,6 +25,13 @@ def forms_of(values: Iterable[Tensor]) -> list[tuple[Any, ...]]:
         for value in values
         if isinstance(value, FakeTensor)
     ]
+
+
+def forms_with_memory(result: Any, touched: Sequence[Tensor]) -> Hashable:
+    """Return the forms of the tensors that a call returns, and which of those that it read share their memory."""
+    tensors = [value for value in tensors_in(result) if isinstance(value, FakeTensor)]
+    shared = tuple(tuple(storage_key(other) == storage_key(value) for other in touched) for value in tensors)
+    return tuple(form[:-1] for form in forms_of(tensors)), shared
 
 
 def is_held(results: list[Tensor], own: int) -> bool:
@@ -83,6 +91,9 @@ def built(form: Any, touched: Sequence[Tensor], results: Sequence[Tensor]) -> An
     return tuple.__new__(kind, entries)
 
 
+VERSION_READ = "how often a tensor was written (_version) is read"
+
+
 class Unknown:
     """A number that only a stage knows. It can be printed, and nothing else."""
 
@@ -97,7 +108,7 @@ class Unknown:
 
     def _refuse(self, *_: object) -> Any:
         with self._noting():
-            raise unsupported("how often a tensor was written (_version) is read", KEEP)
+            raise unsupported(VERSION_READ, KEEP)
 
     __repr__ = __str__
     __lt__ = __gt__ = __le__ = __ge__ = __eq__ = __ne__ = __hash__ = __bool__ = _refuse

@@ -104,7 +104,8 @@ class Tape:
         self.follows_backward = True  # the user's Python of the backward pass can run on fakes
         self._shape_env = FollowingShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
-        self.steps = Steps(workload, model, varies=varies) if varies or workload.stepping.is_customized else None
+        is_stepped = varies or workload.stepping.is_customized or "after_step" in workload.hooks
+        self.steps = Steps(workload, model, varies=varies) if is_stepped else None
         self._live = LiveModel(model, self._mode, _CPU)
         self._roots: dict[Hashable, Entry] = {}
         self._built = settings_of_layers(model)
@@ -112,7 +113,6 @@ class Tape:
         self._memoized = MemoizedFakes(model)
         self._fakes: Any = None  # of the first recorder: its results outlive a run
         self._settings: dict[str, Any] = {}  # before the first run
-        self._moved: frozenset[str] = frozenset()  # settings that the latest run has changed
 
     def run(
         self, item: Item, known: Mapping[str, Known] | None, write: Callable[[Capture], str] | None = None
@@ -155,9 +155,7 @@ class Tape:
         finally:
             run.close()
             self._memoized.forget()
-        moved = outside.moved()
-        difference = difference or outside.difference(self._settings, moved, None if self.varies else self._moved)
-        self._moved = moved if self.num_runs else frozenset()
+        difference = difference or outside.difference(self._settings)
         self.num_runs += 1
         return difference
 
@@ -208,17 +206,20 @@ class _Run:
             recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
             recorder.numbers, recorder.modules.opened = self.numbers, tape.varies
             keys = Keys(live, tape._contents, tape._origins.identity)
-            self.reading = recorder.tape = reading = Reading(self.root, recorder, keys, tape._origins, tape._built)
+            self.reading = recorder.tape = reading = Reading(
+                self.root, recorder, keys, tape._origins, tape._built, alone=not tape.num_runs
+            )
             tape._shape_env.around = lambda: recorder.modules.around
             tape._shape_env.on_answer = recorder.answers.on_comparison
             with running(recorder, tape._mode, symbolic=False) as reads:
                 fakes = dict(self._inputs(recorder, keys))
                 loss, weight = tape.workload.loss(tape.model, tape.workload.with_leaves(self.item, fakes))
                 outputs = (loss,) if weight is None else (loss, weight)
-                bound = {name: keys.number(value) for name, value in live.reassigned_buffers().items()}
+                rebound_to = live.reassigned_buffers()
+                bound = {name: keys.of_tensor(value) for name, value in rebound_to.items()}
                 new = tuple(live.new_parameters())
-                end = (*map(keys.number, outputs), *bound.items(), *new)
-                reading.ended(end)
+                end = (*map(keys.of_tensor, outputs), *bound.items(), *new)
+                reading.ended(end, (*outputs, *rebound_to.values()))
                 if reading.records:
                     recorder.tape = None
                     self.copied = rebound.copy_into_buffers(recorder, live, loss)
@@ -230,7 +231,7 @@ class _Run:
         return end
 
     def _run_backward(self, recorder: Recorder, loss: Tensor) -> None:
-        """Run the backward pass for the user's Python in it. What it computes with numbers is left to the search."""
+        """Run the backward pass for the user's Python in it. It may set what a later forward reads."""
         live = self.tape._live
         if self.tape.follows_backward and loss.requires_grad:
             try:
@@ -300,32 +301,20 @@ class _Run:
 
 
 class _Outside:
-    """What a run must leave as it is: random generators, and settings of the process."""
+    """What a run must leave as it is: random generators, and settings that decide how torch computes."""
 
     def __init__(self) -> None:
-        self.settings = dict(SETTINGS.all())
+        self.settings = dict(SETTINGS.all(OF_RESULTS))
         self._states = _states()
 
-    def moved(self) -> frozenset[str]:
-        """Return the settings that have changed since."""
-        now = dict(SETTINGS.all())
-        return frozenset(name for name, value in self.settings.items() if now[name] != value)
-
-    def difference(
-        self, first: Mapping[str, Any], moved: frozenset[str], before: frozenset[str] | None
-    ) -> Difference | None:
-        """Return what the run has changed, or what was changed before it.
-
-        ``first``: the settings before the first run. ``moved``: those that the run has changed; ``before``: those that
-        the run before has changed. A setting that does not decide how torch computes may change once, as when a module
-        is imported; again and again if ``before`` is None.
-        """
-        for name in OF_RESULTS:
-            if self.settings[name] != first[name]:
-                recorded, now = f"{name} = {first[name]!r}", f"{name} = {self.settings[name]!r}"
-                return Difference(recorded, now, remedy="set it once, in the model file")
-        for name in moved:
-            if name in OF_RESULTS or (before is not None and name in before):
+    def difference(self, first: Mapping[str, Any]) -> Difference | None:
+        """Return what the run has changed, or what was changed before it. ``first``: settings before the first run."""
+        now = dict(SETTINGS.all(OF_RESULTS))
+        for name, value in self.settings.items():
+            if value != first[name]:
+                recorded, other = f"{name} = {first[name]!r}", f"{name} = {value!r}"
+                return Difference(recorded, other, remedy="set it once, in the model file")
+            if now[name] != value:
                 changed = f"the forward or the loss changes the setting {name}"
                 return Difference("", changed, remedy="set it once, where the model is built")
         for name, state, after in zip(("torch", "numpy.random", "random"), self._states, _states(), strict=True):
@@ -355,7 +344,7 @@ def _compared(
     """Return the name of the stage code that does what a recorded run did; else how the latest differs."""
     now, differences = run.graph(), []
     for name, (graph, sizes) in known.items():
-        difference = _of_graphs(graph, sizes, now)
+        difference = difference_of(graph, sizes, now)
         if difference is None:
             return name, None
         differences.append(difference)
@@ -364,7 +353,8 @@ def _compared(
     return "", differences[-1]
 
 
-def _of_graphs(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:
+def difference_of(graph: Graph, sizes: Mapping[str, int], now: Graph) -> Difference | None:
+    """Return the first call in which a recorded run differs from a graph. ``sizes``: of the symbols of the graph."""
     pair = first_difference(graph, sizes, now)
     if pair is None:
         return None
@@ -391,4 +381,4 @@ def _text(call: str, place: str) -> str:
     return f"{call} at {place}" if place else call
 
 
-__all__ = ["Difference", "Known", "Tape", "why_unknown"]
+__all__ = ["Difference", "Known", "Tape", "difference_of", "why_unknown"]

@@ -93,17 +93,11 @@ class OwnLoss:
             if child is not None:
                 model._modules[self.child] = child
 
-    @contextlib.contextmanager
-    def original(self, model: nn.Module) -> Iterator[None]:
-        """Replace the child by the user's instance within the block: other functions of the file may change it."""
-        child = model._modules.get(self.child) if self.child else None
-        if child is not None:
-            model._modules[self.child] = self._module
-        try:
-            yield
-        finally:
-            if child is not None:
-                model._modules[self.child] = child
+    def copied(self, model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+        """Return the user's instance, and its copy in a model; None if the model has none."""
+        if self.hook is None or self._module is None or self.hook.from_class or not self.child:
+            return None
+        return self._module, model.get_submodule(self.child)
 
     def function(self, model: nn.Module, output: Any) -> Any:
         """Return the function to call with (output, target).

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +32,8 @@ class ModelFactory:
         self._seed = seed
         self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
         self.initial = InitialValues()  # of the first complete build
+        # instances in the file, with their own attributes and those of the model that they stand for, see ``bind``
+        self._bound: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self.is_large = False  # it is known that a complete build would exceed ``size_limits.FIRST_BYTES``
 
     def build(
@@ -45,7 +50,8 @@ class ModelFactory:
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """
         build = partial.PartialBuild(empty=empty, shifted=shifted) if part is None else part
-        with seeded(self._seed), build.active(), ZeroedMemory(untouched=not build.is_complete) as memory:
+        memory = ZeroedMemory(untouched=not build.is_complete)
+        with seeded(self._seed), build.active(), memory, self._unbound():
             model = self.builder.build()
             uninitialized = memory.note(model)
             self.forward_names = forward_names(model)
@@ -58,6 +64,31 @@ class ModelFactory:
         elif not self.initial.numbers:
             self.initial = InitialValues(numbers=build.numbers(model))
         return model
+
+    def bind(self, model: nn.Module) -> None:
+        """Let instances of the file have the attributes of a model and its loss, of which those are copies.
+
+        What other functions of the file change of the instances is then changed in the model.
+        """
+        value = self.builder.value
+        copies = [(value, model)] if isinstance(value, nn.Module) else []
+        if (of_loss := self._own_loss.copied(model)) is not None:
+            copies.append(of_loss)
+        for instance, own in copies:
+            parts = [(part, vars(own.get_submodule(path))) for path, part in instance.named_modules()]
+            self._bound += [(part, vars(part), attributes) for part, attributes in parts]
+        for part, _, attributes in self._bound:
+            part.__dict__ = attributes
+
+    @contextlib.contextmanager
+    def _unbound(self) -> Iterator[None]:
+        for part, own, _ in self._bound:
+            part.__dict__ = own
+        try:
+            yield
+        finally:
+            for part, _, attributes in self._bound:
+                part.__dict__ = attributes
 
     @functools.cached_property
     def forward_names(self) -> tuple[str, ...]:

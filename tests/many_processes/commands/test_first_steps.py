@@ -16,14 +16,15 @@ LONG = """
 import autopipe.commands.checking.first_steps as first_steps
 first_steps.LONG_SECONDS = 0.0
 """
-# a draw that the model keeps: stages draw it in every microbatch
-KEPT = """
+# plain training computes something else than what was captured
+OTHER = """
+
+import multiprocessing
 
 class Net(Net):
     def forward(self, x, index):
-        if not hasattr(self, "mask"):
-            self.mask = (torch.rand(32) > 0.5).float()
-        return self.last(self.mask * (self.first(x) + self.table(index)))
+        factor = 1.5 if multiprocessing.current_process().name == "compare_beside" else 1.0
+        return self.last(factor * (self.first(x) + self.table(index)))
 """
 # the comparison reads its data when the test allows it
 LATE = """
@@ -88,7 +89,7 @@ def test_equal_steps_are_told_and_not_compared_again(commands: Commands) -> None
 
 
 def test_a_difference_ends_the_run_and_sets_its_checkpoints_aside(commands: Commands) -> None:
-    append(commands, KEPT, LATE)
+    append(commands, OTHER, LATE)
     words = ["--audit-every", "0", "--checkpoint-every", "2"]
     command = commands.start(*training(steps=1_000_000), *words)
     wait_until(lambda: checkpoints(commands), under_load(60))
@@ -116,7 +117,7 @@ def test_a_stop_does_not_wait_for_the_comparison(commands: Commands, number: sig
 
 
 def test_a_difference_after_a_resume_sets_all_checkpoints_aside(commands: Commands) -> None:
-    append(commands, KEPT, LATE)
+    append(commands, OTHER, LATE)
     words = ["--audit-every", "0", "--checkpoint-every", "2"]
     command = commands.start(*training(steps=1_000_000), *words)
     wait_until(lambda: checkpoints(commands), under_load(60))
@@ -130,7 +131,7 @@ def test_a_difference_after_a_resume_sets_all_checkpoints_aside(commands: Comman
 
 
 def test_a_run_that_its_hook_ends_waits_for_the_difference(commands: Commands) -> None:
-    append(commands, KEPT, HOOK)
+    append(commands, OTHER, HOOK)
     (commands.folder / "other.py").write_text("LAST = 3")
     _, err = commands.run(*training(steps=1_000_000), "--audit-every", "0", code=1)
     assert "training in stages differs from plain training" in err
@@ -178,7 +179,7 @@ def test_a_comparison_that_is_killed_does_not_end_the_run(commands: Commands) ->
 
 
 def test_an_edited_file_proves_nothing(commands: Commands) -> None:
-    append(commands, KEPT, LATE)
+    append(commands, OTHER, LATE)
     command = commands.start(*training(steps=100), "--audit-every", "0")
     wait_until(lambda: "loss" in metrics(commands.folder), under_load(60))
     model = commands.folder / "model.py"
@@ -190,7 +191,7 @@ def test_an_edited_file_proves_nothing(commands: Commands) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_run_that_fails_waits_for_a_comparison_that_may_know_why(commands: Commands, kept: bool) -> None:
-    append(commands, *([KEPT] if kept else []), FAILING)
+    append(commands, *([OTHER] if kept else []), FAILING)
     _, err = commands.run(*training(steps=9), "--audit-every", "0", code=1 if kept else 3)
     assert ("no more data" in err) is not kept
     assert ("training in stages differs from plain training" in err) is kept

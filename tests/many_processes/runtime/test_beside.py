@@ -130,13 +130,151 @@ def test_evaluation_sees_what_data_did_up_to_its_step(commands: Commands) -> Non
     assert (commands.folder / "evaluated.txt").read_text().split() == ["2", "4", "6"]
 
 
-def test_a_hook_of_the_ranks_keeps_the_data_in_rank_0(commands: Commands) -> None:
+NOT_COMPARED = "not compared with the stage code while training"
+
+
+def test_a_split_hook_keeps_the_data_in_rank_0(commands: Commands) -> None:
     write(commands.folder)
-    text = (commands.folder / "model.py").read_text()
-    (commands.folder / "model.py").write_text(text.replace("hook", "after_step"))
+    with (commands.folder / "model.py").open("a") as file:
+        file.write("def split(batch, parts):\n    return [*zip(*(tensor.chunk(parts) for tensor in batch))]\n")
     _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
-    assert "not compared with the stage code while training: after_step runs in the ranks" in " ".join(stderr.split())
+    assert f"{NOT_COMPARED}: split runs in the ranks" in " ".join(stderr.split())
     assert len(losses(commands.folder / "run")) == 3
+
+
+def write_after_step(folder: Path, body: str, scaled: str = "") -> None:
+    """Write the model with an ``after_step`` hook, and an output that is multiplied by ``SCALE[0]`` if asked for."""
+    write(folder)
+    text = (folder / "model.py").read_text()
+    text = text.replace("hook(named_parameters, step):\n    pass", f"after_step(named_parameters, step):\n{body}")
+    (folder / "model.py").write_text(text.replace("return self.c(", f"return {scaled}self.c(") + "SCALE = [1.0]\n")
+
+
+AFTER_STEP = {
+    "changes parameters": "    for _, parameter in named_parameters:\n        parameter.data.clamp_(-1, 1)",
+    "prints values": "    for name, parameter in named_parameters:\n        print(step, name, float(parameter.norm()))",
+}
+
+
+@pytest.mark.parametrize("body", AFTER_STEP.values(), ids=AFTER_STEP)
+def test_an_after_step_that_uses_only_its_arguments_does_not_hinder(body: str, commands: Commands) -> None:
+    write_after_step(commands.folder, body)
+    path = commands.folder / "model.py"
+    path.write_text(path.read_text().replace("def after_step", "@torch.no_grad()\ndef after_step"))
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
+    assert NOT_COMPARED not in " ".join(stderr.split())
+    assert len(losses(commands.folder / "run")) == 3
+
+
+def test_an_after_step_that_uses_other_objects_keeps_the_data_in_rank_0(commands: Commands) -> None:
+    write_after_step(commands.folder, "    if step == 150: SCALE[0] = 0.5")
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
+    assert f"{NOT_COMPARED}: after_step runs in the ranks, and uses more" in " ".join(stderr.split())
+
+
+def test_an_after_step_that_changes_the_forward_late_ends_the_run(commands: Commands) -> None:
+    write_after_step(commands.folder, "    if step == 150: SCALE[0] = 0.5", "SCALE[0] * ")
+    _, stderr = commands.run(*WORDS, "--steps", "160", seconds=100, code=3)
+    assert "minibatch 152, microbatch 1: the forward or the loss does not do what was recorded" in stderr
+
+
+def test_an_after_step_that_sets_what_the_forward_reads_is_trained(commands: Commands) -> None:
+    write_after_step(commands.folder, "    if step == 20: SCALE[0] = 0.5", "SCALE[0] * ")
+    words = WORDS[1 : WORDS.index("--no-check")]
+    done = commands.run("check", *words, "--steps", "24", seconds=200)
+    assert "these numbers travel with it: 1.0 in mul" in " ".join(done[1].split())
+
+
+def test_an_after_step_that_reads_what_data_sets_is_refused(commands: Commands) -> None:
+    write_after_step(commands.folder, "    if len(SHARED) > 3:\n        named_parameters[0][1].data.mul_(0.9)")
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100, code=1)
+    assert "the after_step hook reads SHARED" in stderr and "which data, forward or loss set" in stderr
+
+
+def test_data_that_reads_weights_is_read_in_rank_0(commands: Commands) -> None:
+    write(commands.folder, "scale = MODEL[0].a.weight.detach().abs().mean()")
+    path = commands.folder / "model.py"
+    text = path.read_text().replace(
+        "yield torch.randn(batch_size, 8, generator=g),", "yield scale * torch.randn(batch_size, 8, generator=g),", 1
+    )
+    path.write_text(
+        text.replace("super().__init__()", "super().__init__()\n        MODEL[:] = [self]") + "MODEL = []\n"
+    )
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100)
+    assert f"{NOT_COMPARED}: the data reads the weights of the model" in " ".join(stderr.split())
+    ours = losses(commands.folder / "run")
+    commands.run(*WORDS[:-1], "one", "--steps", "3", "--run-dir", "other", seconds=100)
+    assert ours == losses(commands.folder / "other") and len(ours) == 3
+
+
+def test_an_after_step_that_sets_what_the_forward_reads_from_values_is_refused(commands: Commands) -> None:
+    body = "    for _, parameter in named_parameters:\n        SCALE[0] = 1.0 if parameter.sum() < 1e6 else 0.5"
+    write_after_step(commands.folder, body, "SCALE[0] * ")
+    _, stderr = commands.run(*WORDS, "--steps", "3", seconds=100, code=1)
+    text = " ".join(stderr.split())
+    assert "the after_step hook may set SCALE, which data, forward or loss may read" in text
+    assert "after_step fails without the values of parameters" in text
+
+
+MEANS = """
+LOG = {"total": 0.0, "history": [], "average": None, "latest": None}
+
+def loss(output, target):
+    value = nn.functional.cross_entropy(output, target)
+    now = value.detach()
+    LOG['total'] = LOG['total'] + now
+    LOG['history'].append(now)
+    LOG['mean'] = torch.stack(LOG['history']).mean() / len(LOG['history'])
+    LOG['average'] = now if LOG['average'] is None else 0.9 * LOG['average'] + 0.1 * now
+    LOG['latest'], before = now.clone(), LOG['latest']
+    if before is not None:
+        before.add_(now)
+    return VALUE
+"""
+READING = {
+    "the mean": "value + LOG['mean']",
+    "a view": "value + LOG['average'].reshape(1)[0] * 0",
+    "an earlier loss": "value if len(LOG['history']) < 20 else LOG['history'][3]",
+    "a write in place": "value.add_(LOG['total'])",
+    "a choice": "torch.where(LOG['total'] > 0, value, value * 0.5)",
+}
+
+
+def test_means_for_a_log_are_followed(commands: Commands) -> None:
+    write(commands.folder)
+    with (commands.folder / "model.py").open("a") as file:
+        file.write(MEANS.replace("VALUE", "value"))
+    _, stderr = commands.run(*WORDS, "--steps", "12", seconds=100)
+    assert NOT_COMPARED not in " ".join(stderr.split())
+    assert len(losses(commands.folder / "run")) == 12
+
+
+@pytest.mark.parametrize("reading", list(READING))
+def test_a_loss_that_reads_a_tensor_of_an_earlier_microbatch_is_refused(reading: str, commands: Commands) -> None:
+    write(commands.folder)
+    with (commands.folder / "model.py").open("a") as file:
+        file.write(MEANS.replace("VALUE", READING[reading]))
+    _, stderr = commands.run(*WORDS, "--steps", "12", seconds=100, code=1)
+    assert "is read that an earlier microbatch made" in " ".join(stderr.split())
+
+
+def test_evaluation_batches_that_cannot_be_sent_are_read_in_rank_0(commands: Commands) -> None:
+    write(commands.folder)
+    path = commands.folder / "model.py"
+    text = path.read_text().replace("x = torch.relu(self.a(x))", 'x = torch.relu(self.a(x["inputs"]))')
+    text = text.replace(
+        "        yield torch.randn(batch_size, 8, generator=g),",
+        '        yield {"inputs": torch.randn(batch_size, 8, generator=g)},',
+    )
+    text = text.replace(
+        "    yield torch.randn(batch_size, 8, generator=g),",
+        "    yield Batch(inputs=torch.randn(batch_size, 8, generator=g)),",
+    )
+    path.write_text("from collections import OrderedDict as Batch\n" + text)
+    commands.run(*WORDS, "--steps", "4", "--eval-every", "2", seconds=100)
+    ours = losses(commands.folder / "run")
+    commands.run(*WORDS[:-1], "one", "--steps", "4", "--eval-every", "2", "--run-dir", "other", seconds=100)
+    assert ours == losses(commands.folder / "other") and len(ours) == 4
 
 
 SCHEDULED = """

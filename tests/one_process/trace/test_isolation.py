@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.trace.state.trying.isolation import OutOfTime, isolated
+from autopipe.trace.state.isolation import OutOfTime, limited
 
 CATCHING = """
 import time
@@ -31,9 +31,9 @@ def test_a_loop_that_catches_every_exception_is_interrupted(tmp_path: Path) -> N
     names: dict[str, Any] = {}
     exec(compile(CATCHING, str(tmp_path / "user.py"), "exec"), names)
     start, tracing = time.monotonic(), sys.gettrace()
-    with pytest.raises(OutOfTime), isolated(0.05):
+    with pytest.raises(OutOfTime), limited(0.05):
         names["run"]()
     assert time.monotonic() - start < 5
-    with isolated(0.05):
+    with limited(0.05):
         assert names["around"]() is OutOfTime
     assert sys.gettrace() is tracing

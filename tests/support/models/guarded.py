@@ -1,7 +1,7 @@
 """At which microbatch plain training leaves the recorded graph, and at which one the tape reports it.
 
-Each of the three runs is a process of its own with a copy of the model file: a capture without the search for Python
-state, plain training beside the captured graph with the same weights, and the reader's run on fake tensors.
+Each of the three runs is a process of its own with a copy of the model file: a capture, plain training beside the
+captured graph with the same weights, and the reader's run on fake tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from autopipe import draws
 from autopipe.errors import AutopipeError
-from autopipe.trace import api, capture
+from autopipe.trace import capture
 from autopipe.trace.graph.replay import replay
 from autopipe.trace.tape import Tape, why_unknown
 from autopipe.workload import LoadOptions, Workload, load_workload
@@ -56,7 +56,6 @@ def in_child(function: Callable[..., Any], *args: Any, seconds: int = 120) -> An
 
 def graph_of(path: Path) -> Any:
     """Return the graph of a model, whatever its Python state is."""
-    api.refuse_changing_state = lambda *args: ()
     return capture(load_workload(LoadOptions(str(path))), batch_size=6).graph
 
 
@@ -111,7 +110,6 @@ def by_graph(path: Path, steps: int, parts: int) -> Any:
     """Train the captured graph."""
     workload = load_workload(LoadOptions(str(path)))
     model = workload.build_model()
-    api.refuse_changing_state = lambda *args: ()
     module = capture(workload, batch_size=6, model=model).module
 
     def forward(part: Any, step: int, index: int) -> torch.Tensor:

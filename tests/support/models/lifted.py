@@ -13,6 +13,7 @@ from autopipe.runtime.batches.new_recording import refuse_other_state
 from autopipe.trace import capture
 from autopipe.trace.graph.replay import assemble, replay
 from autopipe.trace.numbers import tensors_of
+from autopipe.trace.state.isolation import limited
 from autopipe.trace.tape import Tape
 from autopipe.trace.tape.guard import built
 from autopipe.trace.tape.programs import first_difference
@@ -25,11 +26,12 @@ KEPT = ("node", "random", "grad", "autocast")
 
 def _numbers(path: Path) -> Any:
     workload = load_workload(LoadOptions(str(path)))
-    return survey(workload, built(workload))[:2]
+    with limited(60):
+        return survey(workload, built(workload))
 
 
-def _graph(path: Path, numbers: Any) -> Any:
-    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: Survey(numbers)).graph
+def _graph(path: Path, surveyed: Survey) -> Any:
+    return capture(load_workload(LoadOptions(str(path))), batch_size=6, changing=lambda: surveyed).graph
 
 
 def _ours(path: Path, graph: Any, steps: int, parts: int) -> Any:
@@ -103,10 +105,10 @@ def row(text: str, steps: int, parts: int) -> dict[str, Any]:
         kind, answer = run(_numbers)
         if kind != "ok":
             return {"kind": "refused", "why": f"survey: {kind}: {answer}"}
-        numbers, why = answer
+        numbers = answer.numbers
         if numbers is None:
-            return {"kind": "refused", "why": f"survey: {why}"}
-        kind, graph = run(_graph, numbers)
+            return {"kind": "refused", "why": f"survey: {answer.why}"}
+        kind, graph = run(_graph, answer)
         if kind != "ok":
             return {"kind": "refused", "why": f"{len(numbers)} numbers; {kind}: {graph}"}
         kind, outcome = run(_ours, graph, steps, parts)

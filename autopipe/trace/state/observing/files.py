@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopipe.trace.explain import here
-from autopipe.trace.state.trying.isolation import replaced
+from autopipe.trace.state.isolation import replaced
 
 _READ, _NEW, _CHANGED = "read", "new", "changed"
 _ASKING = frozenset(("exists", "lexists", "isfile", "isdir", "islink", "is_file", "is_dir"))

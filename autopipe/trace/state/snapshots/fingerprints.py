@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopipe.bits import bytes_of
 
@@ -66,6 +67,8 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
     """
     if type(value) in PLAIN:
         return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    if isinstance(value, FakeTensor):  # it has no content
+        return "==", (value.dtype, tuple(value.shape))
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         if value.layout == torch.strided and value.numel() <= LARGEST and not value.is_meta:
             content = bytes_of(value.cpu()).numpy().tobytes()

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ class Settings:
             if self.read(name) != value:
                 self.write(name, value)
 
-    def all(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) of every setting."""
-        for name in _TABLE:
+    def all(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value) of every setting. ``names``: only these."""
+        for name in _TABLE if names is None else names:
             yield name, self.read(name)
 
 

@@ -211,12 +211,12 @@ def batch_repeated(read: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     return damaged
 
 
-@damages("runtime.session", "RankSession._epoch")
-def batches_exchanged(epoch: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
+@damages("workload.workload", "Workload.items")
+def batches_exchanged(items: Callable[..., Any], ran: Ran) -> Callable[..., Any]:
     """Give each two minibatches in the other order, on every rank."""
 
-    def damaged(self: Any, number: int) -> Any:
-        minibatches = epoch(self, number)
+    def damaged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        minibatches = iter(items(self, *args, **kwargs))
         for first in minibatches:
             second = next(minibatches, None) if in_rank() else None
             if second is not None:

@@ -1,6 +1,6 @@
-"""Run code as at a later step, without the effects of that step on output and files, in limited time and memory.
+"""Run code as at a later step, without the effects of that step on files, in limited time and memory.
 
-At a later step a model may save a checkpoint, delete an old one, print, or stop. These runs must not: their weights are
+At a later step a model may save a checkpoint, delete an old one, or stop. These runs must not: their weights are
 not those of that step. What a package does by other means (a library in C that writes a file, a socket) happens.
 
 A module that is first imported in such a run keeps the functions that it imports from others. So these call the
@@ -15,7 +15,6 @@ import dis
 import functools
 import io
 import itertools
-import logging
 import os
 import resource
 import shutil
@@ -58,29 +57,22 @@ class OutOfTime(BaseException):
 
 
 @contextlib.contextmanager
-def isolated(seconds: float) -> Iterator[None]:
-    """Run a block without output and changes of files, with a part of the available memory.
+def limited(seconds: float) -> Iterator[None]:
+    """Run a block without warnings, with a part of the available memory.
 
     Raises: OutOfTime in the block, in a function of the user or of a package, after ``seconds``. Only the main thread
     can be interrupted; in other threads a block takes as long as it takes.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_without_effects())
-        stack.enter_context(_memory_limit())
-        stack.enter_context(_time_limit(seconds))  # the first to end: what restores the rest is not interrupted
-        yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _memory_limit(), _time_limit(seconds):  # the latter ends first: what restores the rest is not interrupted
+            yield
 
 
 @contextlib.contextmanager
-def _without_effects() -> Iterator[None]:
-    """Discard output, log records and changes of files of this thread. Files are read as usual."""
+def without_writes() -> Iterator[None]:
+    """Discard changes of files of this thread, and start no processes. Files are read as usual."""
     with contextlib.ExitStack() as stack:
-        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
-            muted = _Muted(stream)
-            stack.enter_context(redirect(muted))
-            stack.callback(muted.end)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
         for owner in (builtins, io):
             stack.enter_context(replaced(owner, "open", _open_to_read))
         stack.enter_context(replaced(os, "open", _descriptor_to_read))
@@ -89,26 +81,7 @@ def _without_effects() -> Iterator[None]:
             stack.enter_context(replaced(owner, name, _nothing))
         for name in _ENDS:
             stack.enter_context(replaced(os, name, _end))
-        stack.enter_context(replaced(logging.Logger, "handle", _nothing))
         yield
-
-
-class _Muted:
-    """A stream that discards what this thread writes until ``end``, and passes on what other threads write."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._thread = stream, _own_thread()
-
-    def end(self) -> None:
-        """Pass on everything from now on."""
-        self._thread = (0, 0)
-
-    def write(self, text: str) -> int:
-        """Write a text, unless this thread does."""
-        return len(text) if _own_thread() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager
@@ -241,4 +214,4 @@ def _interrupt_line(frame: types.FrameType, event: str, _: Any) -> Any:
     raise OutOfTime
 
 
-__all__ = ["OutOfTime", "isolated", "replaced"]
+__all__ = ["OutOfTime", "limited", "replaced", "without_writes"]
