@@ -112,13 +112,13 @@ class Scene:
         return alive
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks, identified by their logs."""
+        """Return the ranks, identified by their logs; a process of a rank, which has its log, comes after it."""
         by_rank = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
                 logs = [file.path for file in process.open_files() if file.path.startswith(f"{self.run}/logs/rank_")]
                 if logs:
-                    by_rank[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
+                    by_rank.setdefault(int(Path(logs[0]).stem.removeprefix("rank_")), process)
         return by_rank
 
     def fork_servers(self, index: int = 0) -> list[psutil.Process]:

@@ -85,13 +85,13 @@ def steps_made(run: Path) -> int:
 
 
 def ranks(run: Path) -> dict[int, psutil.Process]:
-    """Return the processes of the ranks of a run, identified by their logs."""
+    """Return the ranks of a run, identified by their logs; a process of a rank, which has its log, comes after it."""
     by_rank = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for log in (run / "logs").glob("rank_*.log"):
                 if any(file.path == str(log) for file in process.open_files()):
-                    by_rank[int(log.stem.removeprefix("rank_"))] = process
+                    by_rank.setdefault(int(log.stem.removeprefix("rank_")), process)
     return by_rank
 
 

@@ -79,13 +79,13 @@ class Hosts:
         return alive
 
     def ranks(self, index: int) -> dict[int, psutil.Process]:
-        """Return the ranks of a host, identified by their logs."""
+        """Return the ranks of a host, identified by their logs; a process of a rank with its log comes after it."""
         by_rank = {}
         for process in self.processes(index):
             with contextlib.suppress(psutil.Error):
                 logs = [f.path for f in process.open_files() if "/logs/rank_" in f.path]
                 if logs:
-                    by_rank[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
+                    by_rank.setdefault(int(Path(logs[0]).stem.removeprefix("rank_")), process)
         return by_rank
 
     def listening(self, index: int) -> set[str]:
