@@ -41,12 +41,15 @@ _OPEN = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, 
 _HOOKS = ("after_step", "optimizer", "scheduler")
 
 
-def reading_hook(workload: Workload, scheduler: Any, written: Mapping[str, str]) -> str:
+def reading_hook(workload: Workload, scheduler: Any, written: Mapping[str, str], *, varies: bool) -> str:
     """Return what the functions of the ranks read that data, forward or loss change; "" if nothing.
 
-    ``scheduler``: of the workload, or None. ``written``: names of what changes, each with a readable path.
+    ``scheduler``: of the workload, or None. ``written``: names of what changes, each with a readable path. ``varies``:
+    the model does; otherwise, the functions of an optimizer are not looked at.
     """
-    for who, function in _of_ranks(workload, scheduler):
+    hooks = workload.functions()
+    named = [(f"the {name} hook", hooks[name]) for name in _HOOKS if name in hooks and (varies or name != "optimizer")]
+    for who, function in (*named, *_of_scheduler(scheduler)):
         for code, _ in _codes(function):
             for instruction in dis.get_instructions(code):
                 name = instruction.argval
@@ -57,11 +60,12 @@ def reading_hook(workload: Workload, scheduler: Any, written: Mapping[str, str])
 
 
 def setting_hook(workload: Workload, model: nn.Module, scheduler: Any) -> str:
-    """Return the function of the ranks that may set what data, forward or loss read; "" if none may."""
+    """Return the ``after_step`` or scheduler's function that may set what data, forward or loss read; "" if none."""
     hooks = workload.functions()
     readers = [*(hooks[name] for name in hooks if name not in _HOOKS), *{type(module) for module in model.modules()}]
     names: set[str] = set()
-    for who, function in _of_ranks(workload, scheduler):
+    setting = [("the after_step hook", hooks[name]) for name in hooks if name == "after_step"]
+    for who, function in (*setting, *_of_scheduler(scheduler)):
         for code, namespace in _codes(function):
             names = names or {name for reader in readers for name in _looked_up_by(reader)}
             if common := sorted(_set_by(code, namespace) & names):
@@ -141,12 +145,6 @@ def _set_by(code: types.CodeType, namespace: Mapping[str, Any]) -> set[str]:
 
 def _globals_of(code: types.CodeType) -> set[str]:
     return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-
-
-def _of_ranks(workload: Workload, scheduler: Any) -> Iterator[tuple[str, Any]]:
-    hooks = workload.functions()
-    yield from ((f"the {name} hook", hooks[name]) for name in _HOOKS if name in hooks)
-    yield from _of_scheduler(scheduler)
 
 
 def _codes(function: Any, seen: set[types.CodeType] | None = None) -> Iterator[tuple[types.CodeType, dict[str, Any]]]:
