@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from autopipe.draws import exclusive
 from autopipe.ir.graph import Graph
@@ -95,6 +94,7 @@ class _Reading:
     _evaluation: Source = field(init=False)
     _variants: GraphVariants = field(init=False)
     guard: Guard = field(init=False)
+    _weights: WithoutWeights = field(init=False)
     # of the recordings that rank 0 knows
     _names: set[str] = field(default_factory=set)
     _dimensions: Any = None
@@ -107,6 +107,8 @@ class _Reading:
         alone = ThreadTransport(ThreadHub(1), 0)
         self._variants = GraphVariants(self.run, job, self.context, self.workload, alone, reporter, {})
         self.guard = Guard.of(self.workload, reporter.note, self.context.graph)
+        assert self.guard.tape is not None, "nothing has run yet"
+        self._weights = WithoutWeights(self.guard.tape.model)
         self._source = Source(
             lambda epoch: self.workload.items(job.batch_size or None, epoch=epoch),
             self.workload.name,
@@ -165,13 +167,13 @@ class _Reading:
 
     def _taken(self, source: Source, step: int) -> list[Taken] | None:
         """Return the next minibatch; None, and say so, if the data reads weights: rank 0 has some of them."""
-        tape = self.guard.tape
-        with WithoutWeights(nn.Module() if tape is None else tape.model) as weights:
-            try:
+        self._weights.are_read = False
+        try:
+            with self._weights:
                 return source.read(step, 1)
-            except Exception:
-                if not weights.are_read:
-                    raise
+        except Exception:
+            if not self._weights.are_read:
+                raise
         self.link.send("minibatch", why="the data reads the weights of the model")
         return None
 

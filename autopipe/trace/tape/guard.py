@@ -123,8 +123,7 @@ class WithoutWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         result = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs)) if self._weights else ()
-        if any(id(leaf) in self._weights for leaf in leaves):
+        if any(id(leaf) in self._weights for leaf in pytree.tree_leaves((args, kwargs))):
             values = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             if func.__name__ in _READING or any(id(value) not in self._weights for value in values):
                 self.are_read = True

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dis
-import math
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-_MOST_CONSTANTS = 16
-_OF_MATH = frozenset((*(name for name in dir(math) if not name.startswith("_")), "round", "pow"))
 _BY_TEXT = frozenset(("globals", "getattr", "setattr", "vars", "__dict__"))
 
 
@@ -37,18 +33,6 @@ def stored(code: types.CodeType) -> frozenset[str]:
 def imported(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the modules that a function imports when it runs, without the dots of a relative import."""
     return tuple(code.co_names[index] for index in _operands(code, "IMPORT_NAME"))
-
-
-def constants(codes: Iterable[types.CodeType], *, of_math: bool = False) -> list[Any]:
-    """Return the whole numbers in the code of functions, from the smallest on.
-
-    ``of_math``: instead, all numbers in functions that name one of ``math``, which compares and rounds numbers in C.
-    """
-    if of_math:
-        codes = [code for code in codes if _OF_MATH & {*code.co_names}]
-    kinds = (int, float) if of_math else (int,)
-    numbers = {number for code in codes for number in code.co_consts if type(number) in kinds}
-    return sorted(number for number in numbers if of_math or number > 1)[:_MOST_CONSTANTS]
 
 
 def rebinds(code: types.CodeType) -> bool:

@@ -9,27 +9,17 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.state.observing import bytecode
-from autopipe.trace.state.observing.bytecode import with_inner
 from autopipe.trace.state.observing.observe import Ran
 from autopipe.trace.state.snapshots.places import OF_FUNCTIONS
 from autopipe.trace.state.snapshots.snapshot import Names
 from autopipe.users_code import is_model_module, is_own_file, is_own_module, is_package
 
-BACKWARD = "a hook of the backward pass"
 _NAMESPACES = (types.ModuleType, type)
 _ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
-
-
-def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
-    """Yield (readable path, object) for what a function reaches. A module of the user's own is reached as a whole."""
-    if not is_package(ran.code.co_filename):
-        yield from modules({module_name(ran)})
-    yield from named(ran)
 
 
 def named(ran: Ran) -> Iterator[tuple[str, Any]]:
@@ -48,37 +38,6 @@ def named(ran: Ran) -> Iterator[tuple[str, Any]]:
     yield from ((function.__name__, function) for function in _rebinding(ran))
     classes = dict.fromkeys(base for kind in ran.classes for base in (*kind.__mro__, *type.mro(type(kind))))
     yield from ((kind.__name__, kind) for kind in classes if is_model_module(kind.__module__))
-
-
-def between_forwards(
-    model: nn.Module, hooks: dict[str, Any], ran: Iterable[types.CodeType]
-) -> Iterator[tuple[str, Ran]]:
-    """Yield the user's functions that run between two forward passes, with what runs them.
-
-    These are hooks of gradients and of the backward pass, custom backward functions, and the hooks ``after_step``,
-    ``optimizer`` and ``scheduler`` with the functions that they define. ``ran``: what ran in the forward pass.
-    """
-    functions: list[tuple[str, Any, Any]] = []  # what runs it, the function, its first argument
-    for parameter in model.parameters():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            functions += ((BACKWARD, one, parameter) for one in (getattr(parameter, name, None) or {}).values())
-    for module in model.modules():
-        registered = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-        functions += ((BACKWARD, one, module) for one in registered)
-    custom = {code for code in ran if code.co_name == "forward"}
-    for kind in torch.autograd.Function.__subclasses__() if custom else ():
-        if getattr(getattr(kind, "forward", None), "__code__", None) in custom:
-            functions.append((BACKWARD, getattr(kind, "backward", None), None))
-    functions += ((f"the {name} hook", hooks.get(name), None) for name in ("after_step", "optimizer", "scheduler"))
-    for who, function, first in functions:
-        inner = getattr(function, "__func__", function)
-        if isinstance(inner, types.FunctionType) and is_own_file(inner.__code__.co_filename):
-            names = inner.__code__.co_varnames[: inner.__code__.co_argcount]
-            values = [getattr(function, "__self__", None)] if inner is not function else []
-            known = dict(zip(names, [[value] for value in (*values, first) if value is not None], strict=False))
-            _, *defined = with_inner(inner.__code__)
-            yield who, Ran(inner.__code__, inner.__globals__, known, functions=[inner])
-            yield from ((who, Ran(code, inner.__globals__)) for code in defined)
 
 
 def roots(model: nn.Module, hooks: Mapping[str, Any], ran: Iterable[Ran] = ()) -> Iterator[tuple[str, Any]]:
@@ -188,4 +147,4 @@ def _rebinding(ran: Ran) -> list[types.FunctionType]:
     return ran.functions
 
 
-__all__ = ["BACKWARD", "between_forwards", "module_name", "named", "reached", "roots"]
+__all__ = ["module_name", "named", "roots"]

@@ -40,20 +40,6 @@ def numbers(value: Any) -> tuple[Any, ...]:
     return "==", (_view(value).dtype.str, (), bytes(value))
 
 
-def as_numpy(value: Any) -> Any:
-    """Return a copy of the content as a numpy array."""
-    return (value if isinstance(value, np.ndarray) else _view(value)).copy()
-
-
-def decoded(fingerprint: tuple[Any, ...]) -> Any:
-    """Return the content that ``numbers`` described as a numpy array, or None if the entries are not plain numbers."""
-    dtype, shape, content = fingerprint[1]
-    if not isinstance(content, bytes):
-        return None
-    entries = np.frombuffer(content, np.dtype(dtype)) if content and dtype[1] in "biufc" else None
-    return entries.reshape(shape) if entries is not None and shape != () else entries
-
-
 def fill(value: Any, fingerprint: tuple[Any, ...]) -> None:
     """Restore the content that ``numbers`` returned. An object with that content is not touched."""
     dtype, shape, content = fingerprint[1]
@@ -70,11 +56,6 @@ def fill(value: Any, fingerprint: tuple[Any, ...]) -> None:
         ctypes.memmove(ctypes.addressof(value), content, len(content))
 
 
-def put_numbers(value: Any, content: Any) -> None:
-    """Write a numpy array with the same number of entries into an array."""
-    fill(value, ("==", (*numbers(value)[1][:2], np.asarray(content).tobytes())))
-
-
 def _view(value: Any) -> Any:
     """Return the memory of an array of the standard library, or of a ctypes number, as a numpy array."""
     if isinstance(value, bytearray):
@@ -86,4 +67,4 @@ def _view(value: Any) -> Any:
     return np.frombuffer(bytes(value), np.dtype(code) if code in "bBhHiIlLqQfd?" else np.uint8)
 
 
-__all__ = ["as_numpy", "decoded", "fill", "is_array", "many_bytes", "numbers", "put_numbers"]
+__all__ = ["fill", "is_array", "many_bytes", "numbers"]

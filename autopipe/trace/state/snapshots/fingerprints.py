@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import gc
 import hashlib
 import itertools
@@ -146,21 +144,6 @@ def content_of(value: Any) -> Any:
     except (ValueError, OSError, TypeError):  # a closed file, or a pipe
         return None
     return object() if hasattr(kind, "__next__") else None
-
-
-def copied_iterator(value: Any) -> Any:
-    """Return an ``itertools.count`` or ``cycle`` that goes on where this one is, or None if it cannot be copied."""
-    try:
-        if isinstance(value, itertools.count):
-            return itertools.count(*ast.literal_eval(f"({repr(value).partition('(')[2].rpartition(')')[0]},)"))
-        (rest,), (first, seen) = _parts_of_cycle(value)
-        if not hasattr(type(rest), "__setstate__"):
-            return None  # such as a generator
-        iterator: Any = itertools.cycle(copy.copy(rest))
-        iterator.__setstate__((list(first), seen))
-    except (ValueError, TypeError, SyntaxError):
-        return None
-    return iterator
 
 
 def _parts_of_cycle(value: Any) -> Any:

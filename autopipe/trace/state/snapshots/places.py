@@ -1,4 +1,4 @@
-"""Read and write the value at a place of a snapshot, without running the user's methods."""
+"""Read the value at a place of a snapshot, without running the user's methods."""
 
 from __future__ import annotations
 
@@ -28,24 +28,6 @@ class ByIdentity:
 
     def __hash__(self) -> int:
         return id(self.key)
-
-
-class Unusable:
-    """A placeholder for a value that a run should not read. It can only be printed."""
-
-    def __repr__(self) -> str:
-        return "a value of the previous run"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def __bool__(self) -> bool:
-        raise ValueError("the value of the previous run is read")
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("the value of the previous run is read")
-
-    __hash__ = None  # type: ignore[assignment]  # the value must not be usable as a key
 
 
 def slots(value: Any) -> dict[str, Any]:
@@ -86,29 +68,4 @@ def value_at(owner: Any, key: Any) -> Any:
     return slots(owner).get(key)
 
 
-def put(owner: Any, key: Any, value: Any) -> bool:
-    """Replace the value at a place. Return False if that is impossible."""
-    if isinstance(owner, types.CellType):
-        owner.cell_contents = value
-    elif isinstance(owner, contextvars.ContextVar):
-        owner.set(value)
-    elif isinstance(owner, dict):
-        name = key.key if isinstance(key, ByIdentity) else key
-        if name not in owner:
-            return False
-        dict.__setitem__(owner, name, value)
-    elif isinstance(owner, (list, deque)) and type(key) is int:
-        kind: Any = list if isinstance(owner, list) else deque
-        kind.__setitem__(owner, key, value)
-    elif isinstance(owner, (type, types.ModuleType)) or (isinstance(owner, types.FunctionType) and key in OF_FUNCTIONS):
-        setattr(owner, key, value)
-    elif key in (attributes(owner) or {}):
-        (attributes(owner) or {})[key] = value
-    elif key in slots(owner):
-        object.__setattr__(owner, key, value)
-    else:
-        return False
-    return True
-
-
-__all__ = ["OF_FUNCTIONS", "ByIdentity", "Unusable", "put", "slots", "value_at"]
+__all__ = ["OF_FUNCTIONS", "ByIdentity", "slots", "value_at"]

@@ -13,11 +13,10 @@ import io
 import itertools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length
@@ -35,7 +34,6 @@ from autopipe.trace.state.snapshots.fingerprints import (
 )
 from autopipe.trace.state.snapshots.kinds import (
     MOST_ENTRIES,
-    WRAPPERS,
     behind,
     has_attributes,
     is_known,
@@ -77,8 +75,6 @@ class Snapshot:
     values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # fingerprints
     names: dict[Place, str] = field(default_factory=dict)  # readable paths
     owners: dict[int, Any] = field(default_factory=dict)  # by id; this also keeps them alive
-    inside: dict[int, Any] = field(default_factory=dict)  # id -> the iterator or suspended generator that draws from it
-    functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)  # functions that were reached
     compared: bool = True  # whether there are fingerprints; without them the snapshot can only be restored
     _kept: Kept = field(default_factory=Kept)
     _long: dict[int, Any] = field(default_factory=dict)  # the content of containers with more than MOST_ENTRIES
@@ -96,48 +92,39 @@ class Snapshot:
         snapshot.extend(roots)
         return snapshot
 
-    def extend(self, roots: Iterable[tuple[str, Any]], beyond: Snapshot | None = None) -> None:
-        """Add what more roots reach now. ``beyond``: another snapshot, whose owners and places are skipped."""
-        owners, elsewhere = self.owners, {} if beyond is None else beyond.owners
-        whole = self._whole if beyond is None else beyond._whole
+    def extend(self, roots: Iterable[tuple[str, Any]]) -> None:
+        """Add what more roots reach now."""
         pending = deque((path, value, 0) for path, value in roots)
         while pending and len(self.values) < _MOST_PLACES:
             path, value, depth = pending.popleft()
-            if id(value) in owners or id(value) in elsewhere:
-                continue
-            if isinstance(value, Names) and id(value.module) in whole:
+            if id(value) in self.owners or (isinstance(value, Names) and id(value.module) in self._whole):
                 continue
             for name, entry in self._visit(path, value):
                 if depth < _DEEPEST and type(entry) not in PLAIN:
                     pending.append((name, entry, 0 if isinstance(entry, nn.Module) else depth + 1))
 
-    def has_generator(self) -> bool:
-        """Return whether one of the owners is a torch generator."""
-        return any(isinstance(owner, torch.Generator) for owner in self.owners.values())
-
-    def changed_since(self, *others: Snapshot) -> list[Place]:
-        """Return the places whose value differs from that in each of the other snapshots.
+    def changed_since(self, other: Snapshot) -> list[Place]:
+        """Return the places whose value differs from that in another snapshot.
 
         Replacing an object by an equal one does not count as a change: some registries copy themselves at every use.
         """
         places = []
         for place, value in self.values.items():
-            if all(not self._same(value, other, other.values.get(place, ()), set()) for other in others):
-                places += [place] if place[1] != _OTHERS else self._changed_entries(place[0], others)
+            if not self._same(value, other, other.values.get(place, ()), set()):
+                places += [place] if place[1] != _OTHERS else self._changed_entries(place[0], other)
         for place in places:
             if place not in self.values:
                 self._put_entry(place)
         return places
 
-    def _changed_entries(self, container: int, others: Sequence[Snapshot]) -> list[Place]:
+    def _changed_entries(self, container: int, other: Snapshot) -> list[Place]:
         """Return the entries of a long container that changed, beyond those that have a place of their own."""
         now, places = dict(_others(self._long[container])), []
-        for other in others:
-            before = dict(_others(other._long[container])) if container in other._long else {}
-            for key, entry in now.items():
-                if is_plain_key(key) and not same_value(fingerprint(entry), fingerprint(before.get(key, _ABSENT))):
-                    places.append((container, key))
-                    other.values[container, key] = fingerprint(before[key]) if key in before else ()
+        before = dict(_others(other._long[container])) if container in other._long else {}
+        for key, entry in now.items():
+            if is_plain_key(key) and not same_value(fingerprint(entry), fingerprint(before.get(key, _ABSENT))):
+                places.append((container, key))
+                other.values[container, key] = fingerprint(before[key]) if key in before else ()
         return places[:MOST_ENTRIES]
 
     def _put_entry(self, place: Place) -> None:
@@ -179,10 +166,6 @@ class Snapshot:
         """Restore containers, attributes, closure cells, arrays and settings, but no generators that the user owns."""
         self._kept.restore()
 
-    def setting(self, name: str) -> Any:
-        """Return a setting of the process, as it was."""
-        return self._kept.settings[name]
-
     def _add_settings(self) -> None:
         self.owners[id(SETTINGS)] = SETTINGS
         for name, value in SETTINGS.all():
@@ -218,9 +201,7 @@ class Snapshot:
             self.values[id(value), DRAWN] = ("==", drawn(value))
             self.names[id(value), DRAWN] = path
             if isinstance(value, types.GeneratorType):  # its variables, and the iterators of its loops
-                inner = gc.get_referents(value)
-                self.inside.update((id(one), value) for one in inner)
-                yield from ((f"a variable of {path}", one) for one in inner)
+                yield from ((f"a variable of {path}", one) for one in gc.get_referents(value))
         elif isinstance(value, (*CONTAINERS, tuple)):
             yield from self._container(path, value)
         elif isinstance(value, types.FunctionType):
@@ -242,8 +223,6 @@ class Snapshot:
                 yield from self._object(path, value)
             else:
                 yield from self._of_a_library(path, value)
-            if isinstance(value, WRAPPERS):
-                self.inside.update((id(inner), value) for inner in behind(value))
             yield from ((path, inner) for inner in behind(value))
 
     def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -275,7 +254,6 @@ class Snapshot:
 
     def _function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
-        self.functions.setdefault(value.__code__, value)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
