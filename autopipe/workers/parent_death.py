@@ -6,12 +6,14 @@ It is for a parent that starts ranks for a cluster: if that is killed, no other 
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM,)
 
 
 def die_with_parent() -> None:
@@ -31,9 +33,23 @@ def allow_children() -> None:
     """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
     # multiprocessing ends a daemon with its parent, and forbids it to have children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
-    os.register_at_fork(after_in_child=die_with_parent)
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, _ENDING),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _ENDING),
+        after_in_child=_begin_child,
+    )
     # with the start method of a script: a fork server of their own would import torch for each of them
     multiprocessing.set_start_method(None, force=True)  # None: the default of the system
+
+
+def _begin_child() -> None:
+    """Let a forked process end with its parent, and by SIGTERM, with which a ``multiprocessing.Pool`` ends it.
+
+    The parent leaves that signal to the supervisor. It is blocked meanwhile, so that none is lost.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def look(task: Any, link: object) -> Any:
     for descriptor in (1, 2):
         os.dup2(nothing, descriptor)
     os.close(nothing)
-    workload = Workload.from_spec(decoding.decode(WorkloadSpec, task, "spec"))
     with limited(_MOST_SECONDS):
+        workload = Workload.from_spec(decoding.decode(WorkloadSpec, task, "spec"))
         with exclusive(), torch.random.fork_rng(devices=()):
             model = built(workload)
         surveyed = survey(workload, model)

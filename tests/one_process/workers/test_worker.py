@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,8 @@ def test_the_folder_of_a_command_that_was_removed_is_named(tmp_path: Path, monke
     folder.rmdir()
     with pytest.raises(RunError, match="comparing: the working directory was removed"):
         run(functions.report, None, ignore, doing="comparing")
+
+
+def test_a_process_that_the_users_code_forks_can_be_ended() -> None:
+    code = run(functions.end_child, {"seconds": under_load(20)}, ignore, doing="ending a process")
+    assert code == -signal.SIGTERM

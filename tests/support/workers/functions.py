@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -72,3 +73,14 @@ def leave(task: Any, link: Link) -> Any:
     os.write(begun, b".")
     while True:
         signal.pause()
+
+
+def end_child(task: Any, link: Link) -> Any:
+    """Fork a process that waits, end it as a ``multiprocessing.Pool`` does, and return how it ended."""
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    child.terminate()
+    child.join(task["seconds"])
+    code = child.exitcode
+    child.kill()
+    return code
