@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -111,6 +112,15 @@ def _end_in_the_script(shown: traceback.TracebackException) -> None:
 __all__ = ["INTERRUPTED", "end_by_interrupt", "run_script"]
 
 
+def _leave_the_root_logger() -> None:
+    """Log by handlers of autopipe's own logger: with handlers of the root, a script's basicConfig would do nothing."""
+    root, own = logging.getLogger(), logging.getLogger("autopipe")
+    own.handlers, own.propagate = root.handlers[:], False
+    own.setLevel(root.level)
+    root.handlers.clear()
+    root.setLevel(logging.WARNING)
+
+
 def run_script(
     script: Path,
     words: list[str],
@@ -144,6 +154,7 @@ def run_script(
         notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
     installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts, steps=steps)
     installed.install()
+    _leave_the_root_logger()
     code = execute(script, words, text)
     if installed.second is not None:
         installed.second.end(code)
