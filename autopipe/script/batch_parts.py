@@ -6,6 +6,7 @@ computes ``torch.cat([model(part) for part in parts])``. So all forwards come be
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +15,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.script.batch_samples import ACCUMULATE, Cut, UncutError, batch_norms, check_samples, cut
-from autopipe.script.calls.capture import Program
-from autopipe.script.calls.effects import silent
-from autopipe.script.calls.fingerprint import fingerprint
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
 from autopipe.script.run_summary import prediction
 from autopipe.script.state.remote import plain
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
+    from autopipe.script.calls.programs import Sent
     from autopipe.script.controller import Controller
-
-Sent = tuple[Program, int, list[int]]  # a forward: its program, its call, the values of its outputs
 
 
 class Parts:
@@ -54,7 +52,7 @@ class Parts:
         self.sizes = self.sizes or parts.sizes
         sent = [self.controller.forward(own, keywords, grad=True) for own, keywords in parts.parts]
         complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
-        self._check_attributes(complete[0][0])
+        self._check_attributes(complete)
         self._check_rows(complete, parts, form)
         return self._joined(complete)
 
@@ -67,48 +65,44 @@ class Parts:
                 entries.append((tuple(value.shape[divided:]), value.dtype))
             else:
                 entries.append(repr(value))
-        return str(structure), tuple(entries), fingerprint(self.controller.model), self.controller.autocast_now()
+        modes = tuple(module.training for module in self.controller.model.modules())
+        return str(structure), tuple(entries), modes, self.controller.autocast_now()
 
     def _show(self, args: Any, kwargs: Any, parts: Cut, form: Hashable) -> None:
         controller = self.controller
         if controller.ranks is not None:
             controller.weights.touch(())
-        with plain(controller.tensors()), silent():
+        with plain(controller.tensors()), contextlib.redirect_stdout(None):
+            before = ModelSnapshot(controller.model)
             if check_samples(controller.model, args, kwargs, parts, controller.device):
                 self._shown.add(form)
+            before.restore()
 
-    def _check_attributes(self, program: Program) -> None:
+    def _check_attributes(self, sent: list[Sent]) -> None:
         """Refuse attributes that the forward sets to tensors: those of the parts are not joined."""
-        recording = program.recording
-        for attribute in recording.attributes:
-            if any(recording.outputs[place].dtype is not None for place in attribute.places):
-                raise refused(f"the forward keeps a tensor of each part in {attribute.name}", ACCUMULATE)
+        for entry in sent:
+            name = entry.called.attribute_of_output()
+            if name:
+                raise refused(f"the forward keeps a tensor of each part in {name}", ACCUMULATE)
 
     def _check_rows(self, sent: list[Sent], parts: Cut, form: Hashable) -> None:
         """Refuse outputs whose shape does not follow from the number of samples."""
-        for (program, _, _), size in zip(sent, parts.sizes, strict=True):
-            rows = tuple(
-                output.constant if output.dtype is None else (output.shape[0] / size, output.shape[1:], output.dtype)
-                for output in program.recording.outputs
-            )
+        for entry, size in zip(sent, parts.sizes, strict=True):
+            outputs = entry.program.recording.outputs
+            tensors = tuple((output.shape[0] / size, output.shape[1:], output.dtype) for output in outputs)
+            rows = (tensors, repr(entry.called.plain_results()))
             if self._rows.setdefault(form, rows) != rows:
                 raise refused(
                     f"the outputs of the model for {size} samples differ in more than the samples", ACCUMULATE
                 )
 
     def _joined(self, sent: list[Sent]) -> Any:
-        controller, recording = self.controller, sent[0][0].recording
-        calls = frozenset(call for _, call, _ in sent)
-        columns = iter(list(zip(*(keys for _, _, keys in sent), strict=True)))
+        controller, first = self.controller, sent[0]
+        calls = frozenset(entry.call for entry in sent)
         values: list[Any] = []
-        place = 0
-        for output in recording.outputs:
-            if output.dtype is None:
-                values.append(output.constant)
-                place += 1
-                continue
-            keys = list(next(columns))
-            own = [program.recording.outputs[place] for program, _, _ in sent]
+        for place, output in enumerate(first.program.recording.outputs):
+            keys = [entry.keys[place] for entry in sent]
+            own = [entry.program.recording.outputs[place] for entry in sent]
             with controller.fakes:
                 pieces = [
                     torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=part.device) for part in own
@@ -118,11 +112,12 @@ class Parts:
             arguments = ([Value(part) for part in keys],)
             controller.tail(controller.new_key(), "call_function", torch.cat, (arguments, {}), [True, [], {}], [key])
             controller.holders.drop(keys)
-            if recording.shared:
+            if first.program.recording.shared:
                 controller.shared.add(key)
             values.append(Lazy.make(controller, key, fake, needs=output.grad, calls=calls, name=output.name))
-            place += 1
-        return recording.returned(controller.model, values)
+        results = [entry.called.returned(values) for entry in sent]
+        controller.programs.check_kept([entry.called for entry in sent])
+        return results[0]
 
     def lines(self) -> list[str]:
         """Return what to say at the start: the parts, the speed, and what is not bit-equal."""

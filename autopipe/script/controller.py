@@ -13,9 +13,11 @@ from torch.utils import _pytree as pytree
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.script import wrappers
 from autopipe.script.batch_parts import Parts
-from autopipe.script.calls.capture import Program, Recording, plan_of, program_of, remapped
-from autopipe.script.calls.programs import Programs
+from autopipe.script.calls.called import Recording
+from autopipe.script.calls.cutting import Program, plan_of, program_of, remapped
+from autopipe.script.calls.programs import Programs, Sent
 from autopipe.script.calls.randomness import Randomness
+from autopipe.script.calls.surroundings import buffers_in_place
 from autopipe.script.devices import CPU, device_of, kind_of
 from autopipe.script.holders import Holders
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
@@ -158,14 +160,14 @@ class Controller:
             if result is not NotImplemented:
                 return result
         sent = self.forward(args, kwargs, grad=grad)
-        return self._here(args, kwargs) if sent is None else self._outputs(*sent, grad=grad)
+        return self._here(args, kwargs) if sent is None else self._outputs(sent, grad=grad)
 
-    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[Program, int, list[int]] | None:
-        """Send a forward: its program, its call, and the numbers of its outputs. None: the call cannot be recorded."""
-        flat, form = pytree.tree_flatten((args, kwargs))
-        program = self.programs.of(flat, form, args, kwargs, grad=grad)
-        if program is None:
+    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> Sent | None:
+        """Send a forward. None: the call cannot be recorded."""
+        followed = self.programs.of(args, kwargs, grad=grad)
+        if followed is None:
             return None
+        program, called = followed
         self._sync_flags()
         self._free()
         self.settle()
@@ -176,12 +178,11 @@ class Controller:
             self.regions.note(call)
         if grad:
             self._program_of[call] = program
-        leaves = {name: flat[place] for name, place in program.recording.inputs.items()}
         with plain(self.weights.tensors):
-            states = self.randomness.states_of(program, self.count, self.model, leaves)
-        keys = [self.new_key() for output in program.recording.outputs if output.dtype is not None]
+            states = self.randomness.states_of(program, self.count, self.model, called.leaves)
+        keys = [self.new_key() for _ in program.recording.outputs]
         for rank in range(self.count):
-            wanted = {name: leaves[name] for name in self._inputs[program.number][rank]}
+            wanted = {name: called.leaves[name] for name in self._inputs[program.number][rank]}
             command = ["forward", call, program.number, wanted, states[rank], grad, keys]
             self.ranks.send(rank, command)
         if program.recording.shared:
@@ -189,28 +190,31 @@ class Controller:
         if program.buffers_written:
             self.weights.moved(program.buffers_written)
         self.notes.forward(grad=grad)
-        return program, call, keys
+        return Sent(program, call, keys, called)
 
-    def _outputs(self, program: Program, call: int, keys: list[int], *, grad: bool) -> Any:
+    def _outputs(self, sent: Sent, *, grad: bool) -> Any:
         values: list[Any] = []
-        numbers = iter(keys)
-        for output in program.recording.outputs:
-            if output.dtype is None:
-                values.append(output.constant)
-                continue
+        for key, output in zip(sent.keys, sent.program.recording.outputs, strict=True):
             with self.fakes:
                 fake = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
             needs = grad and output.grad
-            values.append(Lazy.make(self, next(numbers), fake, needs=needs, calls=frozenset([call]), name=output.name))
-        return program.recording.returned(self.model, values)
+            values.append(Lazy.make(self, key, fake, needs=needs, calls=frozenset([sent.call]), name=output.name))
+        result = sent.called.returned(values)
+        self.programs.check_kept([sent.called])
+        return result
 
     def _here(self, args: Any, kwargs: Any) -> Any:
         """Run the model here on gathered weights: a call without gradients that cannot be recorded."""
-        self.weights.touch(self.weights.tensors)
-        with plain(self.weights.tensors):
+        self.gather()
+        with plain(self.weights.tensors), buffers_in_place(self.model):
             result = self.model(*args, **kwargs)
         self.weights.push()
         return result
+
+    def gather(self) -> None:
+        """Bring the newest values of all tensors, if they are on ranks."""
+        if self.ranks is not None:
+            self.weights.touch(self.weights.tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by first name."""
@@ -330,9 +334,12 @@ class Controller:
         self.send(["forget", program.number])
 
     def _sync_flags(self) -> None:
-        now = {
-            name: tensor.requires_grad for name, tensor in self.weights.tensors.items() if tensor.is_floating_point()
-        }
+        with torch._C.DisableTorchFunctionSubclass():
+            now = {
+                name: tensor.requires_grad
+                for name, tensor in self.weights.tensors.items()
+                if tensor.is_floating_point()
+            }
         changed = {name: flag for name, flag in now.items() if self._flags.get(name, flag) != flag}
         self._flags = now
         if changed:

@@ -239,6 +239,7 @@ class Patches:
         torch.autograd.backward, torch.autograd.grad = backward_of, grad_of
         apply = torch.autograd.Function.__dict__["apply"].__func__
 
+        @functools.wraps(apply)  # stage code has the name
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
             if not busy() and torch.is_grad_enabled() and any(isinstance(v, Lazy) and v.lz_needs for v in args):
                 raise refused(f"the custom function {kind.__qualname__} of an output of the model")

@@ -25,7 +25,7 @@ from autopipe.trace.proof import Proof, another_size, bounded, other_batch
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture, with_divisor
 from autopipe.trace.sizes.lengths import Length, found_lengths, other_sizes, sizes_of, varying_lengths
-from autopipe.trace.state.repeats import Start, refuse_other_calls, restored
+from autopipe.trace.state.repeats import Start, functions_of, refuse_other_calls, restored
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.tape.survey import Survey
@@ -247,7 +247,7 @@ def _varying(survey: Survey, record: Callable[[tuple[Input, ...]], Capture], pla
 
 def _with_numbers(workload: Workload, numbers: tuple[Input, ...], record: _Record, model: nn.Module) -> Capture:
     """Capture with the numbers that change as inputs. Raises: TraceError if they cannot be."""
-    captured = record(WithNumbers(workload, numbers, Start(workload, model).restore))
+    captured = record(WithNumbers(workload, numbers, Start(model, functions_of(workload)).restore))
     names = {entry.name for entry in numbers}
     divisor: Any = [] if captured.divisor is None else captured.divisor.module.graph.nodes
     divides = any(node.name in names and node.users for node in divisor)

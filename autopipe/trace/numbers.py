@@ -7,6 +7,7 @@ Python number as in a plain loop.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopipe.ir.graph import Graph, Input
+from autopipe.ir.graph import Graph, Input, Number
 from autopipe.ir.tensor import TensorSpec
 from autopipe.trace.explain import calling_frame, short_path
 from autopipe.workload import Item, Workload
@@ -27,7 +28,9 @@ Call = tuple[str, str, int]
 """Function, file:line, and which call of the function it is on that line."""
 
 CHANGING = "its Python changes what it does from step to step"
+MOST_NUMBERS = 64  # of a model, that may change
 _SHOWN = 3
+_LARGEST = 1 << 62
 DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
@@ -118,6 +121,11 @@ class Numbers:
                 flat[number.argument], changed = by(entry, flat[number.argument]), True
         return pytree.tree_unflatten(flat, structure) if changed else None
 
+    def all_values(self) -> dict[str, Any]:
+        """Return the number of this run for each input; the first one where it had none."""
+        first = {entry.name: entry.number.value for entry in self.inputs.values() if entry.number is not None}
+        return {**first, **self.values}
+
     def lifted(self, function: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments of a call that is recorded, with each number of ``inputs`` as ``Lifted``."""
 
@@ -126,6 +134,25 @@ class Numbers:
             return Lifted(entry.name, value)
 
         return self.replaced(function, args, kwargs, lift)
+
+
+def changed_numbers(
+    before: Mapping[Call, list[tuple[int, Any]]], now: Mapping[Call, list[tuple[int, Any]]], known: tuple[Input, ...]
+) -> tuple[Input, ...]:
+    """Return inputs for the numbers in which two runs differ. ``known``: the inputs that there are."""
+    places = {(n.function, n.place, n.call, n.argument) for n in (entry.number for entry in known) if n is not None}
+    new: list[Input] = []
+    for call, numbers in before.items():
+        for (place, value), (other_place, other) in zip(numbers, now.get(call, ()), strict=False):
+            kind = kind_of(value)
+            if place != other_place or kind != kind_of(other) or repr(value) == repr(other) or (*call, place) in places:
+                continue
+            if (kind == "float" and not math.isfinite(value)) or (kind == "int" and abs(value) > _LARGEST):
+                continue
+            hint = repr({"bool": bool, "int": int, "float": float}[kind](value))
+            name = f"number_{len(known) + len(new)}"
+            new.append(Input(name, spec_of(kind), Number(*call, place, kind, hint)))
+    return tuple(new)
 
 
 class _FirstValues(TorchFunctionMode):

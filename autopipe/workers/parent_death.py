@@ -13,7 +13,6 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGTERM,)
 
 
 def die_with_parent() -> None:
@@ -33,23 +32,18 @@ def allow_children() -> None:
     """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
     # multiprocessing ends a daemon with its parent, and forbids it to have children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
-    os.register_at_fork(
-        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, _ENDING),
-        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _ENDING),
-        after_in_child=_begin_child,
-    )
+    mask = functools.partial(signal.pthread_sigmask, mask={signal.SIGTERM})  # a child must not lose one
+    block, unblock = functools.partial(mask, signal.SIG_BLOCK), functools.partial(mask, signal.SIG_UNBLOCK)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_begin_child)
     # with the start method of a script: a fork server of their own would import torch for each of them
     multiprocessing.set_start_method(None, force=True)  # None: the default of the system
 
 
 def _begin_child() -> None:
-    """Let a forked process end with its parent, and by SIGTERM, with which a ``multiprocessing.Pool`` ends it.
-
-    The parent leaves that signal to the supervisor. It is blocked meanwhile, so that none is lost.
-    """
+    """End with the parent, and by SIGTERM, as ``Pool.terminate`` wants it; the parent leaves it to the supervisor."""
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 if __name__ == "__main__":

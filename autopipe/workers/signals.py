@@ -77,12 +77,8 @@ def leave_signals_to_supervisor() -> None:
     SIGTERM is handled rather than ignored: the programs that the user's code starts would inherit an ignored signal.
     """
     for number in STOPPING:
-        signal.signal(number, _do_nothing if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, (lambda *_: None) if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # inherited from the fork server
-
-
-def _do_nothing(number: int, frame: Any) -> None:
-    pass
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a call of the model returns, and what its forward sets attributes of modules to."""
+"""What a call of the model returns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from autopipe.script.devices import CPU
 from autopipe.script.refusals import refused
 from autopipe.trace.record.containers import attributes
 from autopipe.trace.state.snapshots.places import slots
@@ -17,48 +15,14 @@ from autopipe.trace.state.snapshots.places import slots
 
 @dataclass(frozen=True)
 class Output:
-    """One output of the call: a tensor, or a plain value in its place."""
+    """One output of the call."""
 
-    constant: Any = None  # unless it is a tensor
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # None: not a tensor
-    grad: bool = False  # whether it needs a gradient
-    name: str = ""  # of its grad_fn
-    device: torch.device = CPU
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """An attribute of a module that the forward sets in every call."""
-
-    module: int  # its place in ``model.modules()``
-    name: str
-    places: tuple[int, ...]  # of its values among the outputs
-    form: pytree.TreeSpec  # of the value
-
-
-def bind_attributes(model: nn.Module, attributes: tuple[Attribute, ...], values: list[Any]) -> None:
-    """Set them as the forward does. ``values``: of the outputs."""
-    modules = list(model.modules()) if attributes else []
-    for attribute in attributes:
-        value = pytree.tree_unflatten([values[place] for place in attribute.places], attribute.form)
-        vars(modules[attribute.module])[attribute.name] = value
-
-
-def with_attributes(outputs: list[Any], sets: dict[tuple[int, str], Any]) -> tuple[list[Any], tuple[Attribute, ...]]:
-    """Return the outputs and what attributes are set to as one list, each tensor once, and the attributes."""
-    every, attributes = list(outputs), []
-    for (module, name), value in sets.items():
-        leaves, form = pytree.tree_flatten(value)
-        places = []
-        for leaf in leaves:
-            same = (i for i, entry in enumerate(every) if entry is leaf and isinstance(leaf, Tensor))
-            places.append(next(same, len(every)))
-            if places[-1] == len(every):
-                every.append(leaf)
-        attributes.append(Attribute(module, name, tuple(places), form))
-    return every, tuple(attributes)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool  # whether it needs a gradient
+    name: str  # of its grad_fn
+    device: torch.device
 
 
 class Hidden:
@@ -77,23 +41,26 @@ class Hidden:
     __hash__ = object.__hash__
 
 
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
+def holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Return whether a value is a tensor, or a container or an object with one."""
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, (str, bytes, int, float, complex, type, nn.Module)):
         return False
     if isinstance(value, dict):
-        return any(_holds_tensors(entry, depth - 1) for entry in value.values())
+        return any(holds_tensors(entry, depth - 1) for entry in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_tensors(entry, depth - 1) for entry in value)
+        return any(holds_tensors(entry, depth - 1) for entry in value)
     own = (*slots(value).values(), *(attributes(value) or {}).values())
-    return any(_holds_tensors(entry, depth - 1) for entry in own)
+    return any(holds_tensors(entry, depth - 1) for entry in own)
 
 
-def output_of(value: Any) -> Output:
+def shown(value: Any) -> Any:
+    """Return a result of the call that is not a tensor for the script."""
+    return Hidden(type(value).__qualname__) if holds_tensors(value) else value
+
+
+def output_of(value: Tensor) -> Output:
     """Return the form of an output of the recording."""
-    if not isinstance(value, Tensor):
-        return Output(Hidden(type(value).__qualname__) if _holds_tensors(value) else value)
     name = value.grad_fn.name() if value.grad_fn is not None else ""
-    form = tuple(value.shape), tuple(value.stride()), value.dtype
-    return Output(None, *form, value.requires_grad, name, value.device)
+    return Output(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, name, value.device)

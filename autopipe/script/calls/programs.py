@@ -1,32 +1,59 @@
-"""``Programs``: the recordings of the calls of a model, by what decides how a call computes."""
+"""``Programs``: what the stages can run of the calls of a model."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+import logging
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from autopipe.bits import same_bits
 from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
-from autopipe.script.calls.accesses import Reads
-from autopipe.script.calls.capture import Program, Recording, record
-from autopipe.script.calls.effects import settle
-from autopipe.script.calls.fingerprint import signature_of
+from autopipe.script.calls.called import Called
+from autopipe.script.calls.cutting import Program
+from autopipe.script.calls.outputs import holds_tensors
+from autopipe.script.calls.tape import CallTape, form_of
 from autopipe.script.codec import UnsendableError
-from autopipe.script.refusals import DoneError, EffectError, UnsettledError, place, refused
+from autopipe.script.refusals import EffectError, place, refused
 from autopipe.script.state.remote import plain
+from autopipe.trace.explain import depends_on_data
+from autopipe.trace.record.model_snapshot import ModelSnapshot
+from autopipe.trace.state.repeats import Start
+from autopipe.trace.tape.live import modules_of
+from autopipe.trace.tape.programs import first_difference
+from autopipe.users_code import is_own_file
 
 if TYPE_CHECKING:
     from autopipe.script.controller import Controller
 
 MOST_PROGRAMS = 64
-"""Signatures of the call in stages. Evaluation at more runs here, on gathered weights; for training, the one that was
-used longest ago is forgotten."""
+"""Programs in stages. Evaluation at more forms runs here, on gathered weights; for training, the one that was used
+longest ago is forgotten."""
 
 MOST_EVALUATIONS = 16
-"""Signatures without gradients among them: text that is generated has another length in every call."""
+"""Programs without gradients among them: text that is generated has another length in every call."""
+
+
+@dataclass
+class _Known:
+    program: Program
+    form: Hashable  # of its calls
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A forward that was sent to the ranks. ``keys``: of its outputs."""
+
+    program: Program
+    call: int
+    keys: list[int]
+    called: Called
 
 
 class Programs:
@@ -34,105 +61,159 @@ class Programs:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
-        # (reads, signature) of a call, the last used last -> its program; None: it runs here
-        self._by_signature: dict[tuple[Reads, Hashable], Program | None] = {}
-        self._union: Reads = frozenset()  # the attributes that all recorded forwards have read
-        self._reads: list[Reads] = []  # its values so far, the last used first
-        self._unsettled: dict[Hashable, list[str]] = {}  # signatures whose forward keeps constants -> its calls
+        self._tape: CallTape | None = None
+        self._known: dict[int, _Known] = {}  # by number, the last used last
+        self._here: set[Hashable] = set()  # forms of calls without gradients that run here
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[Program]:
-        return (program for program in self._by_signature.values() if program is not None)
+        return (known.program for known in self._known.values())
 
-    def of(
-        self, flat: list[Any], form: Any, args: Any, kwargs: Any, *, grad: bool, settled: list[str] | None = None
-    ) -> Program | None:
-        """Return the program of a call; None for one without gradients that must run here.
-
-        ``flat``, ``form``: the arguments as pytree gives them. ``settled``: as for ``record``.
+    def of(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[Program, Called] | None:
+        """Run the Python of a call, and return the program that computes it; None: one without gradients runs here.
 
         Raises: RefusedError for a training call that cannot run in stages.
         """
-        model = self.controller.model
-        for reads in list(self._reads):
-            key = (reads, signature_of(flat, form, model, reads))
-            if key in self._by_signature:
-                self._reads.insert(0, self._reads.pop(self._reads.index(reads)))
-                program = self._by_signature[key] = self._by_signature.pop(key)
-                if program is None or _same_constants(program):
-                    return program
-                break
-        signature = signature_of(flat, form, model, None)
-        if signature is None:
-            self._impossible(TraceError("an argument of the model's call is neither tensor nor number"), grad)
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        form = form_of(self.controller.model, flat, structure)
+        if form in self._here:
             return None
-        if signature in self._unsettled and settled is None:
-            return self._settle(flat, form, args, kwargs, self._unsettled[signature], grad=grad)
-        self.controller.check_tensors()
-        evaluations = sum(key[-1] is False for _, key in self._by_signature)  # type: ignore[index]  # tuples
-        if not grad and (sum(1 for _ in self) >= MOST_PROGRAMS or evaluations >= MOST_EVALUATIONS):
-            self._keep(None, flat, form)
-            return None
-        program = None
+        if self._tape is None:
+            model, device = self.controller.model, self.controller.device
+            self._tape = CallTape(model, device, lambda program: program.number in self._known, self.controller.gather)
+        tape = self._tape
+        if tape.has_new_tensors():
+            self.controller.check_tensors()
+        if not grad and not tape.knows(form):
+            evaluations = sum(not known.grad for known in self._known.values())
+            if len(self._known) >= MOST_PROGRAMS or evaluations >= MOST_EVALUATIONS:
+                self._here.add(form)
+                return None
+        called = Called(tape, args, kwargs, form)
         try:
-            program = self._recorded(args, kwargs, settled)
-        except UnsettledError as first:
-            self._unsettled[signature] = first.calls
-            return self._settle(flat, form, args, kwargs, first.calls, grad=grad)
+            hooked = hooks_of(self.controller.model)
+            if hooked:
+                raise TraceError(f"{hooked} has hooks of the backward pass, which stages do not run")
+            if any(not isinstance(value, Tensor) and holds_tensors(value) for value in flat):
+                raise TraceError("an argument of the model's call has tensors, and no form that torch's pytree knows")
+            undone = contextlib.nullcontext() if grad else _undone_by_an_error(self.controller.model, tape.knows(form))
+            with plain(self.controller.tensors()), undone, called:
+                program = called.stages or self._recorded(called, tape, form, grad=grad)
         except WorkerError:
             raise
-        except DoneError as error:
-            self._impossible(error, True)
         except (AutopipeError, UnsendableError) as error:
-            self._impossible(error, grad or settled is not None)  # what has been set cannot be taken back
-        self._keep(program, flat, form)
-        return program
+            if grad and not called.has_left and is_of_the_script(error.__cause__):
+                raise error.__cause__ from None
+            if grad:
+                self._refuse(error)
+            self.controller.notes.here(place(), error.what if isinstance(error, AutopipeError) else str(error))
+            self._here.add(form)
+            return None
+        self._known[program.number] = self._known.pop(program.number)
+        return program, called
 
-    def _keep(self, program: Program | None, flat: list[Any], form: Any) -> None:
-        """Note the program of calls as this one, in place of the one that was used longest ago if they are many."""
-        if program is not None:
-            reads = program.recording.reads
-            self._union = None if reads is None or self._union is None else self._union | reads
-            if sum(1 for _ in self) >= MOST_PROGRAMS:
-                key, oldest = next((key, other) for key, other in self._by_signature.items() if other is not None)
-                del self._by_signature[key]
-                self.controller.forget(oldest)
-        if self._union not in self._reads:
-            self._reads.insert(0, self._union)
-        self._by_signature[self._union, signature_of(flat, form, self.controller.model, self._union)] = program
+    def _recorded(self, called: Called, tape: CallTape, form: Hashable, *, grad: bool) -> Program:
+        """Return the program of a call that is not known: one that does the same in another order, or a new one."""
+        graph = called.graph()
+        same = (k for k in self._known.values() if k.form == form)
+        known = next((k for k in same if first_difference(k.program.recording.graph, {}, graph) is None), None)
+        if known is None:
+            if any(k.form == form for k in self._known.values()):
+                tape.watch(form)
+            if len(self._known) >= MOST_PROGRAMS:
+                self._forget()
+            program = self.controller.cut(called.recording(graph), next(self._numbers))
+            known = self._known[program.number] = _Known(program, form, grad)
+        called.accept(known.program)
+        return known.program
 
-    def _settle(
-        self, flat: list[Any], form: Any, args: Any, kwargs: Any, calls: list[str], *, grad: bool
-    ) -> Program | None:
-        """Set the constants that the forward keeps in the model, such as a mask; return the program that reads them."""
-        tensors = self.controller.tensors()
-        if self.controller.ranks is not None:
-            self.controller.weights.touch(tensors)
-        with plain(tensors):
-            settle(self.controller.model, args, kwargs, self.controller.device)
-        return self.of(flat, form, args, kwargs, grad=grad, settled=calls)
+    def _forget(self) -> None:
+        """Forget the program that was used longest ago."""
+        oldest = self._known.pop(next(iter(self._known)))
+        self.controller.forget(oldest.program)
 
-    def _impossible(self, error: Exception, grad: bool) -> None:
-        """Raise for a training call that cannot run in stages; note one without gradients, which runs here."""
+    def check_kept(self, calls: Sequence[Called]) -> None:
+        """Check what the forwards keep, after all of them have returned. Raises: RefusedError."""
+        try:
+            for called in calls:
+                called.check_kept()
+        except EffectError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise the error of a call that cannot run in stages."""
         what = error.what if isinstance(error, AutopipeError) else str(error)
-        if grad:
-            where = error.where if isinstance(error, AutopipeError) else ""
-            remedy = error.remedy if isinstance(error, (PlanError, EffectError)) else ""
-            remedy = remedy or inside_of(self.controller.model)
-            wrong = refused(f"this call of the model cannot run in stages: {what}", remedy)
-            wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
-            raise wrong from error
-        self.controller.notes.here(place(), what)
-
-    def _recorded(self, args: Any, kwargs: Any, settled: list[str] | None) -> Program:
-        with plain(self.controller.tensors()):
-            recording: Recording = record(self.controller.model, args, kwargs, settled, self.controller.device)
-            return self.controller.cut(recording, next(self._numbers))
+        where = error.where if isinstance(error, AutopipeError) else ""
+        remedy = error.remedy if isinstance(error, (PlanError, EffectError)) else ""
+        remedy = remedy or inside_of(self.controller.model)
+        wrong = refused(f"this call of the model cannot run in stages: {what}", remedy)
+        wrong.where = f"{where}, called at {wrong.where}" if where else wrong.where
+        raise wrong from error
 
 
-def _same_constants(program: Program) -> bool:
-    now = program.recording.capture.constants
-    return all(same_bits(now[name], copy) for name, copy in program.recording.constants.items())
+@contextlib.contextmanager
+def _undone_by_an_error(model: nn.Module, is_known: bool) -> Iterator[None]:
+    """Undo at an error what the forward has printed and set in Python: it runs again, in this process.
+
+    ``is_known``: no error is likely; then only attributes and their lists and dictionaries are restored.
+    """
+    before, start = ModelSnapshot(model), None if is_known else Start(model, {})
+    out, err = sys.stdout, sys.stderr
+    printed: list[tuple[Any, str]] = []
+    streams = {id(stream): _Printed(stream, printed) for stream in (out, err)}
+    sys.stdout, sys.stderr = streams[id(out)], streams[id(err)]
+    handlers = [entry() for entry in logging._handlerList]  # type: ignore[attr-defined]  # it has no public name
+    logs = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in streams]
+    for handler in logs:
+        handler.stream = streams[id(handler.stream)]
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        if start is not None:
+            start.restore()
+        raise
+    else:
+        for stream, text in printed:
+            stream.write(text)
+    finally:
+        sys.stdout, sys.stderr = out, err
+        for handler in logs:
+            if isinstance(handler.stream, _Printed):
+                handler.stream = handler.stream.stream
+
+
+class _Printed:
+    """Collects what is written to a stream, in the order of all streams."""
+
+    def __init__(self, stream: Any, printed: list[tuple[Any, str]]) -> None:
+        self.stream, self._printed = stream, printed
+
+    def write(self, text: str) -> int:
+        self._printed.append((self.stream, text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def is_of_the_script(error: BaseException | None) -> TypeGuard[Exception]:
+    """Return whether the script's own code raises an error, as it would on real tensors."""
+    if not isinstance(error, Exception) or isinstance(error, AutopipeError) or depends_on_data(error):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and is_own_file(trace.tb_frame.f_code.co_filename)
+
+
+def hooks_of(model: nn.Module) -> str:
+    """Return the path of a module with hooks of the backward pass that are not torch's own, "" without one."""
+    for path, module in modules_of(model):
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils"):
+                return path or "the model"
+    return ""
 
 
 def inside_of(model: nn.Module) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from autopipe.script.calls.capture import Draw, Program
+from autopipe.script.calls.cutting import Draw, Program
 from autopipe.script.devices import DEVICE, HOST, advanced, generators, moved, offset_of, set_generators
 from autopipe.script.refusals import refused
 from autopipe.trace.graph.replay import context_of
@@ -112,6 +112,8 @@ def _value(node: fx.Node, inputs: dict[str, Tensor], *, exact: bool) -> Any:
     value = node.meta.get("val")
     if node.op == "placeholder" and node.name in inputs:
         return inputs[node.name]
+    if node.target == "item" and isinstance(node.args[0], fx.Node) and node.args[0].name in inputs:
+        return inputs[node.args[0].name].item()  # a number of the forward that changes
     if not exact and isinstance(value, Tensor) and all(type(size) is int for size in value.shape):
         form: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return torch.empty_strided(tuple(value.shape), tuple(value.stride()), **form).zero_()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,7 +27,7 @@ class Fakes:
 
     def __init__(self, shape_env: ShapeEnv) -> None:
         self.shape_env = shape_env
-        self._batch: dict[int, tuple[Tensor, Any]] = {}  # id of batch_sizes -> (batch_sizes, number of sequences)
+        self._batch: Any = WeakIdKeyDictionary()  # batch_sizes -> number of sequences
         self._functions: dict[str, Callable[..., Any]] = {
             "_pack_padded_sequence": self._pack,
             "_pad_packed_sequence": self._pad,
@@ -52,19 +53,19 @@ class Fakes:
         torch._check(steps <= input.shape[longest])  # type: ignore[no-untyped-call]
         data = _like(input, (rows, *input.shape[2:]), input)
         batch_sizes = torch.empty((steps,), dtype=torch.int64)
-        self._batch[id(batch_sizes)] = batch_sizes, input.shape[batch]
+        self._batch[batch_sizes] = input.shape[batch]
         return data, batch_sizes
 
     def _pad(
         self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: Any
     ) -> tuple[Tensor, Tensor]:
-        batch = self._batch[id(batch_sizes)][1]
+        batch = self._batch[batch_sizes]
         leading = (batch, total_length) if batch_first else (total_length, batch)
         return _like(data, (*leading, *data.shape[1:]), data), torch.empty((batch,), dtype=torch.int64)
 
     def _recurrent(self, module: Any, packed: PackedSequence) -> tuple[PackedSequence, Any]:
         directions = 2 if module.bidirectional else 1
-        batch = self._batch[id(packed.batch_sizes)][1]
+        batch = self._batch[packed.batch_sizes]
         width = getattr(module, "proj_size", 0) or module.hidden_size
         weights = [packed.data, *module.parameters()]
         data = _like(packed.data, (packed.data.shape[0], directions * width), *weights)

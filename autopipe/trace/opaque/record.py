@@ -42,7 +42,7 @@ class ModuleCalls:
         self.opened = False  # the calls in layers of torch are recorded in place of the layers
         self.within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
         self._writer, self._random, self._record, self._watch = writer, random, record, watch
-        self._fakes, self._pause, self._faked_model = fakes, pause, faked_model
+        self.fakes, self._pause, self._faked_model = fakes, pause, faked_model
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._paths: dict[int, str] = {}
@@ -104,7 +104,7 @@ class ModuleCalls:
             return original(module, *args, **kwargs)
         if getattr(module, "max_norm", None) is not None:
             raise unsupported(f"{path} changes its weight in the forward (max_norm)", "omit max_norm")
-        run = self._fakes.module(module, args) or functools.partial(original, module)
+        run = self.fakes.module(module, args) or functools.partial(original, module)
         return self._record(
             lambda a, k: run(*a, **k),
             args,

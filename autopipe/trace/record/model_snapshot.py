@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopipe import sparse
 from autopipe.draws import random_states, set_random_states
 from autopipe.trace.record.containers import CONTAINERS, copied, refill
 
@@ -58,15 +57,6 @@ class BufferSnapshot:
             for buffer in tensors.values()
             if buffer is not None and not _is_expanded(buffer)
         ]
-
-    def is_empty(self) -> bool:
-        """Return whether the modules have no buffers."""
-        return not self._values
-
-    def are_unchanged(self) -> bool:
-        """Return whether the same tensors are registered, with the same values."""
-        same = all([*map(id, now.values())] == [*map(id, before.values())] for now, before in self._registries)
-        return same and all(sparse.equal(buffer, value) for buffer, value in self._values)
 
     def restore(self) -> None:
         """Register the tensors again, if others were registered, and copy their values back."""

@@ -24,9 +24,9 @@ WHERE = (0, 0)  # minibatch and microbatch of the captured batch
 
 
 class RealValues:
-    """Runs recorded nodes on real tensors, each once and in order, up to the node that is read."""
+    """Runs recorded nodes on real tensors, each once and in order. ``seed``: None to draw from the generators."""
 
-    def __init__(self, faked_model: FakedModel, leaves: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(self, faked_model: FakedModel, leaves: Mapping[str, Tensor], seed: Any) -> None:
         self.faked_model, self.seed = faked_model, seed
         self._leaves = {name: laid_out(leaf, leaf) for name, leaf in leaves.items()}
         self._state: dict[str, Tensor] = {}
@@ -38,7 +38,7 @@ class RealValues:
 
     def value(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
         """Return the real value of a recorded node."""
-        pending = [entry for entry in node.graph.nodes if entry not in self._values and entry.op != "output"]
+        pending = self.pending(node)
         if pending:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
@@ -51,6 +51,10 @@ class RealValues:
                 for entry in pending:
                     self._values[entry] = self._run(entry, constants)
         return self._values[node]
+
+    def pending(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes to run for the value of one, in order."""
+        return [entry for entry in node.graph.nodes if entry not in self._values and entry.op != "output"]
 
     def number(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
         """Return the real value of a recorded node as a Python number, or nested lists."""
@@ -73,7 +77,7 @@ class RealValues:
             stack.enter_context(torch.no_grad())
             if node.meta.get("opaque"):
                 stack.enter_context(draws.inside((self.seed, *WHERE), position))
-            elif count:
+            elif count and self.seed is not None:
                 stack.enter_context(draws.at((self.seed, *WHERE), position, count))
             if node.op == "call_module":
                 return self.faked_model.model.get_submodule(str(node.target))(*args, **kwargs)

@@ -157,6 +157,7 @@ class Recorder(TorchFunctionMode):
         self.checkpoints: list[int] = []
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self.tape: Tape | None = None  # compares the calls with known ones, if the forward runs again and again
+        self.reads: Any = None  # answers calls of its ``names``, which read numbers: ``script.calls.numbers_of_call``
         self.written: list[fx.Node] = []  # the nodes of the latest calls
         self.described: list[dict[str, Any]] | None = None  # metadata for the next nodes, of calls that are known
         self.numbers = Numbers(())  # those that are inputs
@@ -207,6 +208,8 @@ class Recorder(TorchFunctionMode):
         number = self.answers.fixed_number(name, args) if self.tape is None else self.tape.number(name, args)
         if number is not NOT_FIXED:
             return format(number, args[1]) if name == "__format__" else OF_ITSELF.get(name, lambda n: n)(number)
+        if self.reads is not None and name in self.reads.names:
+            return self.reads.answer(func, args, kwargs)
         if self.answers.reads is not None and is_answered(name, args):
             return self.answers.answer(func, name, args, kwargs)
         run = self.fakes.function(name) or func

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def refuse_other_calls(workload: Workload, model: nn.Module, item: Item) -> None
 def restored(workload: Workload, model: nn.Module) -> Iterator[None]:
     """Restore a model and the Python state that it, the loss and the user's modules reach, after the block."""
     with left_as_it_was(model):
-        start = Start(workload, model)
+        start = Start(model, functions_of(workload))
         try:
             yield
         finally:
@@ -131,8 +131,9 @@ class _Noting(Inner):
 class Start:
     """The state of model, loss and the user's modules, and of the random generators in it."""
 
-    def __init__(self, workload: Workload, model: nn.Module) -> None:
-        self._snapshot = Snapshot.of(roots(model, functions_of(workload)), compared=False)
+    def __init__(self, model: nn.Module, functions: Mapping[str, Any]) -> None:
+        """``functions``: the user's other functions, by name."""
+        self._snapshot = Snapshot.of(roots(model, functions), compared=False)
         self._generators = [way for way in map(_way, self._snapshot.owners.values()) if way is not None]
 
     def restore(self) -> None:

@@ -20,13 +20,15 @@ class Entry:
     """
 
     __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "forms", "inner", "is_node",
-                 "key", "moves", "name", "next", "nodes", "num_runs", "origin", "results")  # fmt: skip
+                 "is_sized", "key", "moves", "name", "next", "nodes", "num_runs", "origin", "parent",
+                 "results")  # fmt: skip
 
     def __init__(self, key: Key = (), name: str = "") -> None:
         self.key, self.name = key, name
         self.next: dict[Key, Entry] = {}
-        # with the calls of the backward pass, and the name of the stage code that does the same
-        self.ends: dict[Hashable, tuple[list[Any], str]] = {}
+        # with the calls of the backward pass, and what names the stage code that does the same
+        self.ends: dict[Hashable, tuple[list[Any], Any]] = {}
+        self.parent: Entry | None = None  # the call before it
         self.answer: Any = NOT_FIXED  # of a read: the number that depends on nothing but constants
         self.error: type[Exception] | None = None  # of the exception that it raised
         self.form: Any = None  # of what it returned
@@ -36,6 +38,7 @@ class Entry:
         self.draws = 0  # random numbers of torch: how often it drew
         self.nodes: tuple[dict[str, Any], ...] = ()  # metadata of the nodes that it became
         self.is_node = False  # whether it became a node of the graph
+        self.is_sized = False  # sizes of its results depend on the data
         self.again = False  # it runs on fakes each time
         self.moves = False  # its fakes know their numbers, which a number that changes gives
         self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it

@@ -82,14 +82,7 @@ class LiveModel(FakedModel):
             for key, tensor in registry.items()
             if tensor is not None and not isinstance(tensor, FakeTensor)
         ]
-        now = [(id(registry), key, id(tensor), version_of(tensor)) for registry, key, tensor in self._registered_now]
-        if self._known is not None and now != self._known:
-            changed = next((key for _, key, *_ in {*now} ^ {*self._known}), "")
-            raise TraceError(
-                f"the parameter or buffer {changed} is written or replaced outside of forward and loss",
-                remedy="write it in the forward or the loss, or pass the value with the batch",
-            )
-        self._known = now
+        self._look_for_changes()
         if not self.names:
             self._begin()
         self.hooked = has_hooks(self.modules)
@@ -107,6 +100,16 @@ class LiveModel(FakedModel):
             attributes["_flat_weights"] = [None if w is None else self.of_real.get(id(w), w) for w in weights]
         return self
 
+    def _look_for_changes(self) -> None:
+        now = [(id(registry), key, id(tensor), version_of(tensor)) for registry, key, tensor in self._registered_now]
+        if self._known is not None and now != self._known:
+            changed = next((key for _, key, *_ in {*now} ^ {*self._known}), "")
+            raise TraceError(
+                f"the parameter or buffer {changed} is written or replaced outside of forward and loss",
+                remedy="write it in the forward or the loss, or pass the value with the batch",
+            )
+        self._known = now
+
     def _begin(self) -> None:
         self.names, self.aliases = first_names(self.model)
         for table in (self.state, self.of_real, self.fake, self._real):
@@ -120,11 +123,7 @@ class LiveModel(FakedModel):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for registry, key, tensor in self._registered_now:
-            if key in registry:
-                registry[key] = tensor
-        for attributes, weights in self._flat:
-            attributes["_flat_weights"] = weights
+        self._put_real()
         self.plain.clear()
         for name, tensor in self._real.items():
             fake = self.fake[name]
@@ -135,6 +134,13 @@ class LiveModel(FakedModel):
         real = set(map(id, self._real.values()))
         for other in self.of_real.keys() - real:
             del self.of_real[other]
+
+    def _put_real(self) -> None:
+        for registry, key, tensor in self._registered_now:
+            if key in registry:
+                registry[key] = tensor
+        for attributes, weights in self._flat:
+            attributes["_flat_weights"] = weights
 
 
 class Steps:

@@ -43,6 +43,7 @@ class _Program:
         self._graph, self._sizes, self._numbers = graph, sizes, numbers
         self._specs = {entry.name: entry.spec for entry in graph.inputs}
         self._specs |= {node.name: node.spec for node in graph.nodes if node.spec is not None}
+        self._staying = [node for node in graph.nodes if node.buffers_written or node.num_random]
         self._size: dict[str, Any] = {}  # node that is a number of sizes -> its value
         self._changing = {entry.name for entry in graph.numbers}  # and what is read from them
         self._ids: dict[str, int] = {entry.name: self._number(("input", entry.name)) for entry in graph.inputs}
@@ -98,7 +99,7 @@ class _Program:
 
     def results(self) -> tuple[Any, ...]:
         """Return what identifies what the graph computes: its outputs, and what it writes."""
-        written = sorted((self._ids[node.name], node.buffers_written) for node in self._graph.nodes if _stays(node))
+        written = sorted((self._ids[node.name], node.buffers_written) for node in self._staying)
         return tuple(map(self._ids.get, self._graph.outputs)), written
 
     def first_without(self, other: _Program) -> Node | None:
@@ -107,7 +108,7 @@ class _Program:
         return next((node for node in self._needed() if self._ids[node.name] not in have), None)
 
     def _needed(self) -> Iterator[Node]:
-        waiting = [*self._graph.outputs, *(node.name for node in self._graph.nodes if _stays(node))]
+        waiting = [*self._graph.outputs, *(node.name for node in self._staying)]
         nodes = {node.name: node for node in self._graph.nodes}
         needed: set[str] = set()
         while waiting:
@@ -116,10 +117,6 @@ class _Program:
                 needed.add(name)
                 waiting += (*nodes[name].inputs, *nodes[name].after) if name in nodes else ()
         return (node for node in self._graph.nodes if node.name in needed and node.name in self._ids)
-
-
-def _stays(node: Node) -> bool:
-    return bool(node.buffers_written)
 
 
 def _function(target: str) -> Any:

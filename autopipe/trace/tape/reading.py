@@ -55,7 +55,7 @@ class Reading:
             if self.keys.why_dead is not None and not self._alone:
                 return self._dead(call, self.keys.why_dead)
             entry = None if self.records else self.at.next.get(key)
-            if entry is None:
+            if entry is None or (entry.is_sized and self.recorder.reads is not None):  # it has other sizes each time
                 self.record()
                 return self._recorded(Entry(key, call.name), call)
             performed = None
@@ -237,6 +237,7 @@ class Reading:
         if any(type(part) is Lifted or (type(part) is Value and part in self._moving) for part in entry.key):
             entry.moves = any(getattr(value, "constant", None) is not None for value in entry.results)
             entry.again = entry.again or entry.moves
+        entry.is_sized = any(isinstance(size, torch.SymInt) for value in entry.results for size in value.shape)
         keys.add(entry.results)
         self._note_moving(entry, entry.results)
         self._identify(entry, call, performed.changed)
@@ -249,7 +250,7 @@ class Reading:
             self._moving.update(map(self.keys.number, results))
 
     def _add(self, entry: Entry) -> None:
-        self.at.next[entry.key] = entry
+        entry.parent, self.at.next[entry.key] = self.at, entry
         self.at = entry
 
     # --- tensors that depend on constants only ------------------------------------------------------------------------
@@ -372,15 +373,12 @@ class Reading:
             self.record()
         self._waiting = []
 
-    def accept(self, end: Hashable, backward: list[Any], name: str) -> None:
-        """Make a recorded run a known one. ``backward``: the calls of its backward pass in the user's code.
-
-        ``name``: of the stage code that does the same.
-        """
+    def accept(self, end: Hashable, backward: list[Any], stages: Any) -> None:
+        """Make a recorded run a known one, which ``stages`` names. ``backward``: calls of its backward pass."""
         for entry, forms in self._new:
             # a later call changed it in place, so that the next run needs another object
             entry.again = entry.again or forms != forms_of(entry.results)
-        self.at.ends[end] = backward, name
+        self.at.ends[end] = backward, stages
         self.root.num_runs += 1
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ calls that differ become inputs of the graph; each other sequence of calls gets 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import time
 import types
@@ -19,9 +18,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from autopipe.errors import AutopipeError, TraceError
-from autopipe.ir.graph import Graph, Input, Number
+from autopipe.ir.graph import Graph, Input
 from autopipe.trace.explain import here
-from autopipe.trace.numbers import Call, kind_of, spec_of
+from autopipe.trace.numbers import MOST_NUMBERS, Call, changed_numbers
 from autopipe.trace.result import Capture
 from autopipe.trace.state.isolation import without_writes
 from autopipe.trace.state.observing.files import POSITION, watched_files
@@ -50,8 +49,6 @@ _SETTLED = 8
 """Minibatches after which state that still changes is not compared any more."""
 _MOST_SECONDS, _MOST_EQUAL_SECONDS = 20.0, 8.0
 """How long this takes at most; how much processor time without any difference."""
-_MOST_NUMBERS = 64
-_LARGEST = 1 << 62
 _NAME = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])*$")
 
 
@@ -104,8 +101,8 @@ def survey(workload: Workload, model: nn.Module) -> Survey:
     reading = reading_hook(workload, scheduler, looking.written, varies=varies)
     if not varies:
         return Survey(None, "", first=Change(reading)) if reading else NOTHING
-    if len(tape.numbers) > _MOST_NUMBERS:
-        return Survey(None, f"more than {_MOST_NUMBERS} numbers change", first=looking.first)
+    if len(tape.numbers) > MOST_NUMBERS:
+        return Survey(None, f"more than {MOST_NUMBERS} numbers change", first=looking.first)
     if hooks_fail:
         return Survey(None, hooks_fail, first=looking.first)
     if reading:
@@ -179,7 +176,7 @@ class _Looking:
             if is_late or (self.first is None and seconds > _MOST_EQUAL_SECONDS):
                 break
             is_long = not self.others_may_change or run + 1 >= _EQUAL_RUNS or seconds > _EQUAL_SECONDS
-            if len(self.tape.numbers) > _MOST_NUMBERS or (self.is_settled and is_long and self.first is None):
+            if len(self.tape.numbers) > MOST_NUMBERS or (self.is_settled and is_long and self.first is None):
                 break
         return None
 
@@ -222,7 +219,7 @@ class _Looking:
         if difference is not None:
             return difference
         before = self._numbers.setdefault(form, {})
-        if new := _changed(before, tape.seen, tape.numbers):
+        if new := changed_numbers(before, tape.seen, tape.numbers):
             number = new[0].number
             assert number is not None, "the input is a number of a call"
             now = dict(tape.seen[number.function, number.place, number.call])[number.argument]
@@ -297,22 +294,3 @@ def _what(difference: Difference) -> str:
 
 def _state(graph: Graph) -> set[str]:
     return {name for node in graph.nodes for name in (*node.parameters, *node.buffers, *node.buffers_written)}
-
-
-def _changed(
-    before: dict[Call, list[tuple[int, Any]]], now: dict[Call, list[tuple[int, Any]]], known: tuple[Input, ...]
-) -> tuple[Input, ...]:
-    """Return inputs for the numbers in which two runs differ."""
-    places = {(n.function, n.place, n.call, n.argument) for n in (entry.number for entry in known) if n is not None}
-    new: list[Input] = []
-    for call, numbers in before.items():
-        for (place, value), (other_place, other) in zip(numbers, now.get(call, ()), strict=False):
-            kind = kind_of(value)
-            if place != other_place or kind != kind_of(other) or repr(value) == repr(other) or (*call, place) in places:
-                continue
-            if (kind == "float" and not math.isfinite(value)) or (kind == "int" and abs(value) > _LARGEST):
-                continue
-            hint = repr({"bool": bool, "int": int, "float": float}[kind](value))
-            name = f"number_{len(known) + len(new)}"
-            new.append(Input(name, spec_of(kind), Number(*call, place, kind, hint)))
-    return tuple(new)

@@ -146,8 +146,7 @@ class Tape:
                     difference = Difference("", "the backward pass computes otherwise: a hook, or an autograd.Function")
             if self.varies and not self.follows_backward:
                 difference = Difference("", "a hook or an autograd.Function of the backward pass fails without numbers")
-            first = {entry.name: entry.number.value for entry in self.numbers if entry.number is not None}
-            self.followed, self.values = name, {**first, **run.numbers.values}
+            self.followed, self.values = name, run.numbers.all_values()
         except TraceError as error:
             if not self.num_runs:
                 raise
@@ -203,7 +202,7 @@ class _Run:
         tape, live = self.tape, self.tape._live
         with live:
             self.recorder = recorder = Recorder(live, self.symbols)
-            recorder.fakes = tape._fakes = tape._fakes or recorder.fakes
+            recorder.fakes = recorder.modules.fakes = tape._fakes = tape._fakes or recorder.fakes
             recorder.numbers, recorder.modules.opened = self.numbers, tape.varies
             keys = Keys(live, tape._contents, tape._origins.identity)
             self.reading = recorder.tape = reading = Reading(

@@ -315,12 +315,12 @@ class sets_the_environment:
 
 class reads_the_clock:
     def inside(net, h):
-        return h * (1 + time.time() % 1)
+        return h if time.time() > 0 else -h
 
 
 class reads_the_clock_in_nanoseconds:
     def inside(net, h):
-        return h if time.perf_counter_ns() % 2 else -h
+        return h if time.perf_counter_ns() else -h
 
 
 if __name__ == "__main__":

@@ -64,14 +64,6 @@ def hook_on_output():
     model(data).register_hook(lambda g: g * 2)
 
 
-def hook_on_module():
-    handle = model[2].register_forward_hook(lambda m, i, o: o)
-    try:
-        loss_of()
-    finally:
-        handle.remove()
-
-
 def backward_hook_on_module():
     handle = model[2].register_full_backward_hook(lambda m, i, o: None)
     try:

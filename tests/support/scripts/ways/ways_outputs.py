@@ -112,6 +112,20 @@ def draws_without_gradient():
     train(out.gather(1, choice).sum() + (out * noise * mask).mean())
 
 
+def forward_hooks():
+    seen = []
+    handles = [
+        model.first.register_forward_hook(lambda module, inputs, output: output * (1 + len(seen))),
+        model.third.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape)),
+    ]
+    for _ in range(2):
+        x, y = batch()
+        train(F.cross_entropy(model(x), y))
+    for handle in handles:
+        handle.remove()
+    print(seen)
+
+
 def noise_in_place():
     x, _ = batch()
     out = model(x)

@@ -1,17 +1,14 @@
-"""Record one call of the script's model, cut it into stages with the planner, and write the stage files."""
+"""Cut the recording of one call of the script's model into stages with the planner, and write the stage files."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopipe.errors import ProfileError, TraceError
 from autopipe.generate.parts import divide
@@ -24,48 +21,13 @@ from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
-from autopipe.script.calls.accesses import Accesses, Reads
-from autopipe.script.calls.effects import Effects, computation, silent
-from autopipe.script.calls.fingerprint import hooks_of
-from autopipe.script.calls.outputs import Attribute, Output, bind_attributes, output_of, with_attributes
+from autopipe.script.calls.called import Recording
 from autopipe.script.calls.parameter_uses import is_serial
-from autopipe.script.devices import CPU, generators, set_generators
-from autopipe.script.refusals import EffectError, UnsettledError
-from autopipe.script.settings import autocast_now
-from autopipe.trace.graph.describe import describe
-from autopipe.trace.graph.replay import assemble
-from autopipe.trace.record.follow import follow
-from autopipe.trace.record.recorder import Recorder
-from autopipe.trace.result import Capture
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One call as a capture."""
-
-    capture: Capture
-    inputs: dict[str, int]  # name of an input -> its place among the flat arguments
-    outputs: tuple[Output, ...]  # the flat results, and what attributes are set to
-    form: pytree.TreeSpec  # of the results
-    attributes: tuple[Attribute, ...]  # that the forward sets
-    reads: Reads  # the other attributes that it reads or sets
-    constants: dict[str, Tensor]  # copies of the tensors that are neither parameter nor buffer, as recorded
-    shared: bool  # whether two outputs, or an output and an input, share memory
-    decided: bool  # whether decisions on numbers were recorded, with guards
-
-    def returned(self, model: nn.Module, values: list[Any]) -> Any:
-        """Return what the call returns, and set the attributes. ``values``: of the outputs."""
-        bind_attributes(model, self.attributes, values)
-        return pytree.tree_unflatten(values[: self.form.num_leaves], self.form)
-
-    @property
-    def graph(self) -> Graph:
-        """The graph."""
-        return self.capture.graph
+from autopipe.script.devices import CPU
 
 
 class _Call:
-    """What the tracer and the planner ask of a workload, from one call of the model."""
+    """What the measurement asks of a workload, from one call of the model."""
 
     spec = WorkloadSpec("script", arguments={}, hooks={}, inputs=(), seed=0)
 
@@ -75,141 +37,11 @@ class _Call:
     def leaves(self, item: Any) -> dict[str, Tensor]:
         return dict(item)
 
-    def with_leaves(self, item: Any, leaves: dict[str, Tensor]) -> Any:
-        return dict(leaves)
-
-    def batch_dims(self, item: Any) -> dict[str, int]:
-        return {}
-
-    def num_samples(self, item: Any) -> int:
-        return 1
-
-    def is_fixed(self, item: Any) -> bool:
-        return True
-
     def example_item(self, count: int) -> Any:
         return self.tensors
 
     def optimizer(self, named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-
-
-def entered(regions: Sequence[Any]) -> contextlib.ExitStack:
-    """Return a context in which the autocast regions of the script hold again."""
-    stack = contextlib.ExitStack()
-    for device, dtype, cache in regions:
-        stack.enter_context(torch.autocast(device, dtype, True, cache))
-    return stack
-
-
-@contextlib.contextmanager
-def _unrecognized(device: torch.device) -> Iterator[None]:
-    """Hide from libraries that a call is recorded: Hugging Face's models choose attention with a mask then.
-
-    Without one, a GPU uses another kernel, which rounds and draws in another way. On the CPU both give the same.
-    """
-    answers = {"is_compiling": lambda: False, "is_exporting": lambda: False}
-    hidden: list[tuple[Any, dict[str, Any]]] = [
-        (torch.compiler, answers),
-        (torch._subclasses, {"FakeTensor": type("FakeTensor", (), {})}),
-    ]
-    with contextlib.ExitStack() as stack:
-        for place, values in hidden if device != CPU else ():
-            before = {name: getattr(place, name) for name in values}
-            stack.callback(vars(place).update, before)
-            vars(place).update(values)
-        yield
-
-
-def record(
-    model: nn.Module, args: Any, kwargs: Any, settled: list[str] | None = None, device: torch.device = CPU
-) -> Recording:
-    """Record ``model(*args, **kwargs)`` at these shapes, in the grad mode and autocast region of this moment.
-
-    ``settled``: the calls of a recording that ended with UnsettledError, if the attributes have been set since.
-    ``device``: of the model.
-
-    Raises: TraceError; UnsettledError if the forward sets attributes to constants.
-    """
-    hooked = hooks_of(model)
-    if hooked:
-        raise TraceError(f"{hooked} has hooks, which would run while the call is recorded and not later")
-    recording, effects, calls = _recorded(model, args, kwargs, device, settled=settled is not None)
-    if effects.kept:
-        raise UnsettledError(calls)
-    if settled is not None and calls != settled:
-        raise TraceError("the forward computes in another way after it has set attributes of the model")
-    return recording
-
-
-def _recorded(
-    model: nn.Module, args: Any, kwargs: Any, device: torch.device, *, settled: bool
-) -> tuple[Recording, Effects, list[str]]:
-    """Record once; return also what else the forward does, and its calls that depend on more than constants."""
-    flat, form = pytree.tree_flatten((args, kwargs))
-    places = {f"input_{i}": i for i, value in enumerate(flat) if isinstance(value, Tensor)}
-    leaves = {name: flat[place].detach() for name, place in places.items()}
-    call = _Call(leaves)
-    results: dict[str, Any] = {}
-
-    def forward(recorder: Recorder, item: Any) -> tuple[Any, None]:
-        now = list(flat)
-        for name, place in places.items():
-            now[place] = item[name]
-        again, keywords = pytree.tree_unflatten(now, form)
-        effects, accesses = Effects(model, settled=settled), Accesses(model)
-        # the recorder sees only autocast regions that begin while it listens
-        with entered(autocast_now()), silent(), accesses.observed(), _unrecognized(device):
-            output = model(*again, **keywords)
-        effects.after(recorder, accesses)
-        results["effects"], results["calls"] = effects, computation(recorder)
-        outputs, results["form"] = pytree.tree_flatten(output)
-        outputs, results["attributes"] = with_attributes(outputs, effects.sets)
-        modules = list(map(id, model.modules()))
-        results["reads"] = accesses.reads({(modules[number], name) for number, name in effects.sets})
-        results["outputs"] = outputs
-        tensors = tuple(value for value in outputs if isinstance(value, Tensor))
-        if not tensors:
-            raise TraceError("the call of the model returns no tensor")
-        write = recorder.writer.set_output
-        recorder.writer.set_output = lambda values: write(tensors)  # type: ignore[method-assign]
-        return tensors[0], None
-
-    states = generators(device)
-    decided = False
-    try:
-        # sizes are numbers: a fixed count of samples makes the tracer leave out its symbols
-        followed = follow(call, model, leaves, batch=1, forward=forward)  # type: ignore[arg-type]  # it has what is asked
-    except EffectError:
-        raise
-    except TraceError:
-        # a decision on numbers, such as on a mask that the model keeps, is recorded with a guard
-        set_generators(states, device)
-        followed = follow(call, model, leaves, forward=forward, answer=True)  # type: ignore[arg-type]
-        decided = True
-        if any(isinstance(part, nn.RNNBase) and part.training and part.dropout for part in model.modules()):
-            raise  # the tracer does not see the draws of such a layer in this mode
-    finally:
-        set_generators(states, device)
-    graph = describe(followed, type(model).__name__)
-    constants = dict(followed.recorder.constants)
-    capture = Capture(
-        graph, assemble(model, followed.graph, constants), constants, "one call of the script", {}, "", ()
-    )
-    outputs = results["outputs"]
-    memory = [value.untyped_storage()._cdata for value in outputs if isinstance(value, Tensor)]
-    recording = Recording(
-        capture,
-        places,
-        tuple(output_of(value) for value in outputs),
-        results["form"],
-        results["attributes"],
-        results["reads"],
-        {name: tensor.detach().clone() for name, tensor in constants.items()},
-        len(set(memory)) < len(memory) or any(name in places for name in graph.outputs),
-        decided,
-    )
-    return recording, results["effects"], results["calls"]
 
 
 # seconds per operation, byte and kernel of a processor of today: only their ratio matters for the cut

@@ -1,0 +1,136 @@
+"""``CallTape``: the script's model, run on fake tensors in each call, beside the calls that the stages can run.
+
+The forward's Python runs in the script's process in every call, as in one process: what it prints, counts and reads is
+right. Its tensors have no numbers; ``trace.tape`` finds the recording that does the same, or records another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopipe.ir.graph import Input
+from autopipe.script.settings import autocast_now
+from autopipe.trace.numbers import MOST_NUMBERS, Call, changed_numbers
+from autopipe.trace.record.caches import MemoizedFakes
+from autopipe.trace.tape.entries import Entry, Origins
+from autopipe.trace.tape.keys import Contents
+from autopipe.trace.tape.live import LiveModel, modules_of
+
+_MOST_RUNS = 64
+"""Sequences of calls that are kept for arguments of one form."""
+_MOST_FORMS = 128
+_MOST_WATCHED = 64
+"""How often the numbers of a call are compared with those of an earlier one."""
+
+
+class CallTape:
+    """The calls of one model that are known, by the form of their arguments."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, is_kept: Callable[[Any], bool], gather: Callable[[], None]
+    ) -> None:
+        """``device``: of the model. ``is_kept``: whether what runs a call still exists. ``gather``: brings weights."""
+        from autopipe.trace.record.shape_env import FollowingShapeEnv  # it imports sympy
+
+        self.model, self.device, self.is_kept, self.gather = model, device, is_kept, gather
+        self.shape_env = FollowingShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.live = _ScriptModel(model, self.mode, device)
+        self.contents, self.origins = Contents(), Origins()
+        self.memoized = MemoizedFakes(model)
+        self.fakes: Any = None  # of the first recorder: its results outlive a run
+        self.num_runs = 0
+        self.numbers: tuple[Input, ...] = ()  # of the forward, that change from call to call: inputs of the stages
+        self._roots: dict[Hashable, Entry] = {}
+        self._seen: dict[Hashable, dict[Call, list[tuple[int, Any]]]] = {}  # form -> the numbers in one of its calls
+        self._watched: set[Hashable] = set()  # forms whose calls may differ in numbers
+        self._num_watched = 0
+
+    def watch(self, form: Hashable) -> None:
+        """Look for numbers that change in the next calls of a form: one has made other calls than those before it."""
+        if self._num_watched < _MOST_WATCHED:
+            self._watched.add(form)
+            self._num_watched += 1
+
+    def watches(self, form: Hashable) -> bool:
+        """Return whether the numbers in the next call of a form are looked at."""
+        return form in self._watched
+
+    def look(self, form: Hashable, seen: dict[Call, list[tuple[int, Any]]]) -> None:
+        """Compare the numbers in a call with those in an earlier one. Those that differ travel with the later calls."""
+        before = self._seen.setdefault(form, seen)
+        if before is seen:
+            return
+        self._watched.remove(form)
+        new = changed_numbers(before, seen, self.numbers)
+        if new and len(self.numbers) + len(new) <= MOST_NUMBERS:
+            self.numbers += new
+            self._roots.clear()
+
+    def has_new_tensors(self) -> bool:
+        """Return whether the model has other parameters and buffers than in its calls."""
+        if not self.num_runs:
+            return False
+        registries = (
+            registry for _, module in modules_of(self.model) for registry in (module._parameters, module._buffers)
+        )
+        tensors = (tensor for registry in registries for tensor in registry.values())
+        return any(tensor is not None and id(tensor) not in self.live.of_real for tensor in tensors)
+
+    def knows(self, form: Hashable) -> bool:
+        """Return whether a call with arguments of a form was recorded."""
+        return form in self._roots and self._roots[form].num_runs > 0
+
+    def root(self, form: Hashable) -> Entry:
+        """Return the beginning of the known calls with arguments of a form."""
+        root = self._roots.get(form)
+        if root is None or root.num_runs > _MOST_RUNS:
+            if len(self._roots) >= _MOST_FORMS:
+                del self._roots[next(iter(self._roots))]
+            root = self._roots[form] = Entry()
+        return root
+
+
+def form_of(model: nn.Module, flat: list[Any], structure: pytree.TreeSpec) -> Hashable:
+    """Return what two calls must have in common besides what the forward does. The arguments are flat, as of pytree."""
+    training = tuple(module.training for _, module in modules_of(model))
+    tensors = [value for value in flat if isinstance(value, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        forms = tuple((t.dtype, tuple(t.shape), t.stride(), str(t.device), t.requires_grad) for t in tensors)
+    same = tuple(next(i for i, other in enumerate(tensors) if other is value) for value in tensors)
+    places = tuple(isinstance(value, Tensor) for value in flat)
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast_now())
+    return str(structure), places, forms, same, modes, training
+
+
+class _ScriptModel(LiveModel):
+    """A model whose weights the script may write or replace between two calls."""
+
+    def __enter__(self) -> LiveModel:
+        with torch.inference_mode(False):  # the fakes of parameters outlive the call
+            return super().__enter__()
+
+    def _look_for_changes(self) -> None:
+        if any(id(tensor) not in self.of_real for _, _, tensor in self._registered_now):
+            self.names.clear()  # all are faked again
+
+    @contextlib.contextmanager
+    def unfaked(self) -> Iterator[None]:
+        """Return a context in which the user's model has its own tensors."""
+        fakes = [(registry, key, registry.get(key)) for registry, key, _ in self._registered_now]
+        flat = [(attributes, attributes["_flat_weights"]) for attributes, _ in self._flat]
+        self._put_real()
+        try:
+            yield
+        finally:
+            for registry, key, fake in fakes:
+                registry[key] = fake
+            for attributes, weights in flat:
+                attributes["_flat_weights"] = weights
