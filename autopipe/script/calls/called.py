@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
-from autopipe.script.calls.kept import (
+from autopipe.script.calls.kept_tensors import (
     ConstantResults,
     KeptTensors,
     give,
@@ -124,10 +124,10 @@ class Called:
                     self._run(live, recorder, keys, self._reading)
             with self._closed_by_an_error():
                 views = {id(self._path[place].results[index]) for place, index in self._constants.views}
-                kept = {id(tensor) for _, tensor in self._kept.places}
-                if kept & views:
+                in_attributes = {id(tensor) for _, tensor in self._kept.places}
+                if in_attributes & views:
                     raise EffectError("the forward keeps a view of a tensor that is neither parameter nor buffer")
-                fixed = self._fixed() if kept & self._constants.among(self._path).keys() else {}
+                fixed = self._fixed() if in_attributes & self._constants.among(self._path).keys() else {}
                 self._kept.replace({**fixed, **self._own})
         except BaseException:
             left = KeptTensors([module for _, module in modules_of(tape.model)])
@@ -218,8 +218,9 @@ class Called:
                 self._ending: _Ending | None = reading.at.ends[self._end][1]
                 self._constants = self._ending.constants
             others = (self._own, self._constants.among(self._path))
-            kept = [value for _, value in self._kept.places if all(id(value) not in other for other in others)]
-            self._outputs = list({id(value): value for value in (*outputs, *kept)}.values())
+            places = self._kept.places
+            in_attributes = [value for _, value in places if all(id(value) not in other for other in others)]
+            self._outputs = list({id(value): value for value in (*outputs, *in_attributes)}.values())
             if reading.records:
                 self._ending = None
                 recorder.writer.set_output(tuple(self._outputs))
@@ -328,8 +329,8 @@ class Called:
 
     def attribute_of_output(self) -> str:
         """Return the name of an attribute that the forward sets to a tensor; "" without one."""
-        kept = {id(output) for output in self._outputs}
-        return next((name for (_, name, _), value in self._kept.places if id(value) in kept), "")
+        outputs = {id(output) for output in self._outputs}
+        return next((name for (_, name, _), value in self._kept.places if id(value) in outputs), "")
 
     def _close(self) -> None:
         """Drop all references to results: a result that something else has is taken for one that the script keeps."""

@@ -47,10 +47,10 @@ class KeptTensors:
             for name, value in own.items():
                 if isinstance(value, _PLAIN) or name in _REGISTRIES or (type(value) in _CONTAINERS and not value):
                     continue
-                kept: list[Tensor] = []
-                _mapped(value, lambda tensor, kept=kept: kept.append(tensor) or tensor, _DEPTH, seen)  # type: ignore[misc]
-                self.places += [((number, name, place), tensor) for place, tensor in enumerate(kept)]
-                if kept:
+                fakes: list[Tensor] = []
+                _mapped(value, lambda tensor, fakes=fakes: fakes.append(tensor) or tensor, _DEPTH, seen)  # type: ignore[misc]
+                self.places += [((number, name, place), tensor) for place, tensor in enumerate(fakes)]
+                if fakes:
                     self._attributes.append((own, name))
 
     def replace(self, values: Mapping[int, Any]) -> None:
