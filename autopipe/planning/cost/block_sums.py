@@ -59,7 +59,8 @@ class BlockSums:
             value.correct(self.crossing, n)
         elif own < 0 or unit_of[keeper] != own:
             name = self._atoms.graph.nodes[value.keeper_position].name
-            self.inside[name] = max(self.inside[name] - value.size, 0)
+            # a damaged graph may say that a call with work of its own is computed from the batch alone
+            self.inside[name] = max(self.inside.get(name, 0) - value.size, 0)
         if producer < 0:
             return
         read = min((atom for atom in value.reads if unit_of[atom] >= 0 and unit_of[atom] != own), default=n)
