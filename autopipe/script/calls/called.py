@@ -98,7 +98,7 @@ class Called:
         self._flat, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = {f"input_{i}": i for i, value in enumerate(self._flat) if isinstance(value, Tensor)}
         self.leaves = {name: self._flat[place] for name, place in self._inputs.items()}  # by name of the input
-        self._form, self._root = form, tape.root(form)
+        self._form, self._root = form, tape.roots.of(form)
         self._seen: dict[Call, list[tuple[int, Any]]] | None = {} if tape.watches(form) else None
         self._numbers = Numbers(tape.numbers, self._seen)
         self._own: dict[int, Tensor] = {}  # the script's tensor by the id of its fake
@@ -127,7 +127,7 @@ class Called:
                 in_attributes = {id(tensor) for _, tensor in self._kept.places}
                 if in_attributes & views:
                     raise EffectError("the forward keeps a view of a tensor that is neither parameter nor buffer")
-                fixed = self._fixed() if in_attributes & self._constants.among(self._path).keys() else {}
+                fixed = self._fixed() if in_attributes & self._fixed_nodes.keys() else {}
                 self._kept.replace({**fixed, **self._own})
         except BaseException:
             left = KeptTensors([module for _, module in modules_of(tape.model)])
@@ -161,7 +161,7 @@ class Called:
         """
         assert self._ending is not None, "the call is known"
         returned = set(map(id, self._outputs))
-        give_results(self._path, self._fixed, self._constants.among(self._path).keys() - returned)
+        give_results(self._path, self._fixed, self._fixed_nodes.keys() - returned)
         if is_held(self._root.results, OWN):
             give(self._root.results, {number: own for number, own in self._own.items() if number not in returned})
         give_parameters(live.fake, self._own, (live.fake, live.of_real))
@@ -170,7 +170,7 @@ class Called:
     def _fixed(self) -> dict[int, Tensor]:
         """Return the values of constants, by the id of the result."""
         if self._constant_values is None:
-            self._constant_values = self._constants.values(self._path)
+            self._constant_values = self._constants.values(self._fixed_nodes)
         return self._constant_values
 
     def _run(self, live: LiveModel, recorder: Recorder, keys: Keys, reading: Reading) -> None:
@@ -217,7 +217,8 @@ class Called:
             else:
                 self._ending: _Ending | None = reading.at.ends[self._end][1]
                 self._constants = self._ending.constants
-            others = (self._own, self._constants.among(self._path))
+            self._fixed_nodes = self._constants.among(self._path)
+            others = (self._own, self._fixed_nodes)
             places = self._kept.places
             in_attributes = [value for _, value in places if all(id(value) not in other for other in others)]
             self._outputs = list({id(value): value for value in (*outputs, *in_attributes)}.values())
@@ -244,10 +245,7 @@ class Called:
         root = self._root
         with recorder.paused():
             if not root.results or is_held(root.results, OWN) or forms_of(root.results) != root.form:
-                root.results = [
-                    torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-                    for leaf in self.leaves.values()
-                ]
+                root.results = list(map(_like, self.leaves.values()))
                 root.form = forms_of(root.results)
             keys.add(root.results)
             numbers = {n: self.tape.mode.from_tensor(t) for n, t in tensors_of(self.tape.numbers).items()}
@@ -287,17 +285,16 @@ class Called:
         self._is_recorded = True
         for node in recorder.graph.nodes:
             node.meta.pop("changed", None)
-            node.meta["val"] = pytree.tree_map_only(Tensor, self._like, node.meta.get("val"))
+            node.meta["val"] = pytree.tree_map_only(Tensor, self._copy, node.meta.get("val"))
         capture = Capture(graph, module, constants, "one call of the script", {}, "", ())
         memory = [value.untyped_storage()._cdata for value in self._outputs]
         shared = len(set(memory)) < len(memory) or any(name in self._inputs for name in graph.outputs)
         return Recording(capture, tuple(map(output_of, self._outputs)), constants, shared)
 
-    def _like(self, value: Tensor) -> Tensor:
+    def _copy(self, value: Tensor) -> Tensor:
         """Return another fake of the form of a result: that one serves later calls."""
         with self.tape.mode:
-            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            return like.requires_grad_() if value.requires_grad else like
+            return _like(value).requires_grad_(value.requires_grad)
 
     def accept(self, stages: Any) -> None:
         """Make the call a known one. ``stages``: what runs it."""
@@ -347,3 +344,7 @@ class Called:
         del self._recorder, self._reading
         tape.memoized.forget()
         tape.num_runs += 1
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

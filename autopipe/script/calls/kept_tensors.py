@@ -140,13 +140,13 @@ class ConstantResults:
         """Return what computes each of these results of a run, by the id of the result. ``path``: its calls."""
         return {id(path[position].results[index]): node for (position, index), node in self.nodes.items()}
 
-    def values(self, path: Sequence[Entry]) -> dict[int, Tensor]:
-        """Return new tensors with the values of these results of a run, by the id of the result."""
+    def values(self, nodes: Mapping[int, fx.Node]) -> dict[int, Tensor]:
+        """Return new tensors with the values of results, by the id of the result. ``nodes``: of ``among``."""
         values: dict[fx.Node, Any] = {}
         with _disable_current_modes(), torch.no_grad():
-            for node in next(iter(self.nodes.values())).graph.nodes if self.nodes else ():
+            for node in next(iter(nodes.values())).graph.nodes if nodes else ():
                 values[node] = self._run(node, values)
-        return {number: values[node] for number, node in self.among(path).items()}
+        return {number: values[node] for number, node in nodes.items()}
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":

@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.called import Called
 from autopipe.script.calls.cutting import Program
 from autopipe.script.calls.outputs import holds_tensors
-from autopipe.script.calls.tape import CallTape, form_of
+from autopipe.script.calls.tape import CallTape, Modules, form_of
 from autopipe.script.codec import UnsendableError
 from autopipe.script.refusals import EffectError, place, refused
 from autopipe.script.state.remote import plain
@@ -75,28 +75,30 @@ class Programs:
         Raises: RefusedError for a training call that cannot run in stages.
         """
         flat, structure = pytree.tree_flatten((args, kwargs))
-        form = form_of(self.controller.model, flat, structure)
+        modules = modules_of(self.controller.model)
+        form = form_of(modules, flat, structure)
         if form in self._here:
             return None
         if self._tape is None:
             model, device = self.controller.model, self.controller.device
             self._tape = CallTape(model, device, lambda program: program.number in self._known, self.controller.gather)
         tape = self._tape
-        if tape.has_new_tensors():
+        if tape.has_new_tensors(modules):
             self.controller.check_tensors()
-        if not grad and not tape.knows(form):
+        is_known = form in tape.roots and tape.roots[form].num_runs > 0
+        if not grad and not is_known:
             evaluations = sum(not known.grad for known in self._known.values())
             if len(self._known) >= MOST_PROGRAMS or evaluations >= MOST_EVALUATIONS:
                 self._here.add(form)
                 return None
         called = Called(tape, args, kwargs, form)
         try:
-            hooked = hooks_of(self.controller.model)
+            hooked = hooks_of(modules)
             if hooked:
                 raise TraceError(f"{hooked} has hooks of the backward pass, which stages do not run")
             if any(not isinstance(value, Tensor) and holds_tensors(value) for value in flat):
                 raise TraceError("an argument of the model's call has tensors, and no form that torch's pytree knows")
-            undone = contextlib.nullcontext() if grad else _undone_by_an_error(self.controller.model, tape.knows(form))
+            undone = contextlib.nullcontext() if grad else _undone_by_an_error(self.controller.model, is_known)
             with plain(self.controller.tensors()), undone, called:
                 program = called.stages or self._recorded(called, tape, form, grad=grad)
         except WorkerError:
@@ -207,9 +209,9 @@ def is_of_the_script(error: BaseException | None) -> TypeGuard[Exception]:
     return trace is not None and is_own_file(trace.tb_frame.f_code.co_filename)
 
 
-def hooks_of(model: nn.Module) -> str:
+def hooks_of(modules: Modules) -> str:
     """Return the path of a module with hooks of the backward pass that are not torch's own, "" without one."""
-    for path, module in modules_of(model):
+    for path, module in modules:
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils"):
                 return path or "the model"

@@ -19,13 +19,12 @@ from autopipe.ir.graph import Input
 from autopipe.script.settings import autocast_now
 from autopipe.trace.numbers import MOST_NUMBERS, Call, changed_numbers
 from autopipe.trace.record.caches import MemoizedFakes
-from autopipe.trace.tape.entries import Entry, Origins
+from autopipe.trace.tape.entries import Origins, Roots
 from autopipe.trace.tape.keys import Contents
-from autopipe.trace.tape.live import LiveModel, modules_of
+from autopipe.trace.tape.live import LiveModel
 
-_MOST_RUNS = 64
-"""Sequences of calls that are kept for arguments of one form."""
-_MOST_FORMS = 128
+Modules = list[tuple[str, nn.Module]]
+"""The modules of a model with their paths, as of ``modules_of``."""
 _MOST_WATCHED = 64
 """How often the numbers of a call are compared with those of an earlier one."""
 
@@ -48,7 +47,7 @@ class CallTape:
         self.fakes: Any = None  # of the first recorder: its results outlive a run
         self.num_runs = 0
         self.numbers: tuple[Input, ...] = ()  # of the forward, that change from call to call: inputs of the stages
-        self._roots: dict[Hashable, Entry] = {}
+        self.roots = Roots()
         self._seen: dict[Hashable, dict[Call, list[tuple[int, Any]]]] = {}  # form -> the numbers in one of its calls
         self._watched: set[Hashable] = set()  # forms whose calls may differ in numbers
         self._num_watched = 0
@@ -72,35 +71,18 @@ class CallTape:
         new = changed_numbers(before, seen, self.numbers)
         if new and len(self.numbers) + len(new) <= MOST_NUMBERS:
             self.numbers += new
-            self._roots.clear()
+            self.roots.clear()
 
-    def has_new_tensors(self) -> bool:
+    def has_new_tensors(self, modules: Modules) -> bool:
         """Return whether the model has other parameters and buffers than in its calls."""
-        if not self.num_runs:
-            return False
-        registries = (
-            registry for _, module in modules_of(self.model) for registry in (module._parameters, module._buffers)
-        )
+        registries = (registry for _, module in modules for registry in (module._parameters, module._buffers))
         tensors = (tensor for registry in registries for tensor in registry.values())
-        return any(tensor is not None and id(tensor) not in self.live.of_real for tensor in tensors)
-
-    def knows(self, form: Hashable) -> bool:
-        """Return whether a call with arguments of a form was recorded."""
-        return form in self._roots and self._roots[form].num_runs > 0
-
-    def root(self, form: Hashable) -> Entry:
-        """Return the beginning of the known calls with arguments of a form."""
-        root = self._roots.get(form)
-        if root is None or root.num_runs > _MOST_RUNS:
-            if len(self._roots) >= _MOST_FORMS:
-                del self._roots[next(iter(self._roots))]
-            root = self._roots[form] = Entry()
-        return root
+        return self.num_runs > 0 and any(t is not None and id(t) not in self.live.of_real for t in tensors)
 
 
-def form_of(model: nn.Module, flat: list[Any], structure: pytree.TreeSpec) -> Hashable:
+def form_of(modules: Modules, flat: list[Any], structure: pytree.TreeSpec) -> Hashable:
     """Return what two calls must have in common besides what the forward does. The arguments are flat, as of pytree."""
-    training = tuple(module.training for _, module in modules_of(model))
+    training = tuple(module.training for _, module in modules)
     tensors = [value for value in flat if isinstance(value, Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
         forms = tuple((t.dtype, tuple(t.shape), t.stride(), str(t.device), t.requires_grad) for t in tensors)

@@ -12,6 +12,8 @@ from autopipe.trace.record.fixed import NOT_FIXED
 from autopipe.trace.record.running import Running
 from autopipe.trace.tape.keys import Key
 
+_MOST_RUNS, _MOST_FORMS = 64, 128
+
 
 class Entry:
     """One known call, or the beginning.
@@ -45,6 +47,18 @@ class Entry:
         self.origin: Hashable | None = None  # what identifies its result, if it depends on nothing but constants
         self.num_runs = 0  # of the beginning: recorded runs that began here
         self.call: Running | None = None  # with an ``origin``: how its result is made
+
+
+class Roots(dict[Hashable, Entry]):
+    """The beginnings of the known calls by the form of the inputs: of 128 forms, each with at most 64 endings."""
+
+    def of(self, form: Hashable) -> Entry:
+        """Return the beginning for a form: a new one, if that is new or has too many calls."""
+        if form not in self or self[form].num_runs > _MOST_RUNS:
+            if len(self) >= _MOST_FORMS:
+                del self[next(iter(self))]
+            self[form] = Entry()
+        return self[form]
 
 
 class Origins:

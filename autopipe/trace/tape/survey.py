@@ -226,7 +226,7 @@ class _Looking:
             text = f"a number of {number.function} differs from call to call, {number.hint} and {now!r}"
             self.first = self.first or Change(text, number.place)
             tape.numbers += new
-            tape.forget()
+            tape.roots.clear()
             self._graphs.clear()
         for call, numbers in tape.seen.items():
             before.setdefault(call, numbers)

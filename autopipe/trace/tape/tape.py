@@ -38,7 +38,7 @@ from autopipe.trace.state.refusal import KEEP
 from autopipe.trace.state.snapshots.settings import OF_RESULTS, SETTINGS
 from autopipe.trace.strategies import EXPORT
 from autopipe.trace.tape.backward import Inner, reads_more_than_its_arguments, run_backward
-from autopipe.trace.tape.entries import Entry, Origins
+from autopipe.trace.tape.entries import Entry, Origins, Roots
 from autopipe.trace.tape.keys import Contents, Keys
 from autopipe.trace.tape.live import LiveModel, Steps, settings_of_layers
 from autopipe.trace.tape.programs import CONSTANT, first_difference
@@ -52,10 +52,6 @@ logger = logging.getLogger(__name__)
 Known = tuple[Graph, Mapping[str, int]]
 """A graph, and the sizes of its symbols for a batch."""
 METHOD = "calls of the model for one microbatch"
-_MOST_RUNS = 64
-"""Sequences of calls with the same result that are kept for batches of one form."""
-_MOST_FORMS = 128
-"""Forms of batches whose calls are kept."""
 _CPU = torch.device("cpu")
 
 
@@ -107,7 +103,7 @@ class Tape:
         is_stepped = varies or workload.stepping.is_customized or "after_step" in workload.hooks
         self.steps = Steps(workload, model, varies=varies) if is_stepped else None
         self._live = LiveModel(model, self._mode, _CPU)
-        self._roots: dict[Hashable, Entry] = {}
+        self.roots = Roots()
         self._built = settings_of_layers(model)
         self._contents, self._origins = Contents(), Origins()
         self._memoized = MemoizedFakes(model)
@@ -158,10 +154,6 @@ class Tape:
         self.num_runs += 1
         return difference
 
-    def forget(self) -> None:
-        """Forget the known calls, so that each run is recorded again."""
-        self._roots.clear()
-
     def after_minibatch(self) -> None:
         """Run the user's Python between two minibatches. Raises: TraceError."""
         if self.steps is not None:
@@ -171,13 +163,7 @@ class Tape:
         # numbers and text in the batch need no root of their own: a call that reads one has it in its key
         structure = pytree.tree_structure(item)
         forms = tuple((n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in leaves.items())
-        form = (str(structure), forms, compared)
-        root = self._roots.get(form)
-        if root is None or root.num_runs > _MOST_RUNS:
-            if len(self._roots) >= _MOST_FORMS:
-                del self._roots[next(iter(self._roots))]
-            root = self._roots[form] = Entry()
-        return root
+        return self.roots.of((str(structure), forms, compared))
 
 
 class _Run:
