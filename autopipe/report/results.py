@@ -214,6 +214,7 @@ class TrainResult:
     compared: int = (
         0  # steps of the plan that were compared with plain training before the run, or before an earlier one
     )
+    compared_with: str = ""  # which blocks the compared steps had, if the complete model does not fit a comparison
     unproven: bool = False  # audits were requested, and none has proven a step (exit code 1)
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
     modules: tuple[str, ...] = ()  # by stage, the names of its modules

@@ -243,6 +243,8 @@ def proven(result: TrainResult) -> str:
     if not result.compared and not result.audits:
         return "no step of the run is proven: none was compared with plain training, and none audited"
     numbers = f"{result.compared or 'none'} of {counted(result.steps, 'step')} compared"
+    if result.compared and result.compared_with:
+        numbers += f" with {result.compared_with} of the model"
     return f"proven equal to plain training: {numbers}, {len(result.audits) or 'none'} audited"
 
 

@@ -19,8 +19,9 @@ from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.changing import COMPILED, refuse_varying
 from autopipe.commands.checking.apart import Processes
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
+from autopipe.commands.checking.blocks import described, fitting_blocks, without_blocks
 from autopipe.commands.checking.causes import hidden_cause, unequal
-from autopipe.commands.checking.fitting import Place, need_of, not_checked, out_of_memory, place_of
+from autopipe.commands.checking.fitting import Need, Place, need_of, not_checked, out_of_memory, place_of
 from autopipe.commands.checking.full_batch import compared_with_the_whole, refusal_of_weights
 from autopipe.commands.checking.task import Compared, ComparisonTask, Wanted
 from autopipe.commands.locks import only_one
@@ -132,9 +133,29 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     """Compare in this process, on the device on which it fits."""
     if lack := _lack_of_python(prepared, wanted):
         return Compared(None, f"not checked: {lack}")
-    place = place_of(prepared, need_of(prepared, wanted.steps))
+    need = need_of(prepared, wanted.steps)
+    place = place_of(prepared, need)
     if not place.device:
-        return Compared(None, not_checked(f"comparing with plain training needs {place.why}", prepared))
+        return _compare_some_blocks(prepared, wanted, need, f"comparing with plain training needs {place.why}")
+    return _compare_in(place, prepared, wanted)
+
+
+def _compare_some_blocks(prepared: Prepared, wanted: Wanted, need: Need, why: str) -> Compared:
+    """Compare with as many of the model's repeated blocks as fit. ``why``: the complete model does not fit."""
+    paths, place = fitting_blocks(prepared, need)
+    if not paths:
+        return Compared(None, not_checked(why, prepared))
+    try:
+        with without_blocks(prepared, paths) as shorter:
+            compared = _compare_in(place, shorter, replace(wanted, evaluate=False))
+    except AutopipeError as error:
+        return Compared(None, not_checked(f"{why}; {error.what}", prepared))
+    part = described(prepared.graph, paths)
+    note = compared.note or f"compared with {part} of the model, the most that fit: {why}"
+    return replace(compared, part=part, note=note)
+
+
+def _compare_in(place: Place, prepared: Prepared, wanted: Wanted) -> Compared:
     try:
         compared = Compared(_compare_at(place, prepared, wanted), place.why)
     except Exception as error:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from autopipe.capture_inputs import sources, versions
+from autopipe.commands.checking.blocks import fitting_blocks
 from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
 from autopipe.commands.checking.checking import (
     compare_here,
@@ -73,6 +74,8 @@ class FirstSteps:
     beside: bool
     # how many steps are proven, now or before
     steps: int = 0
+    # with which blocks, in words, if the comparison with the complete model does not fit; else ""
+    part: str = ""
     # the difference that ended the run
     error: Exception | None = None
     # the first step of the run that depends on the result, -1 for all of it
@@ -101,9 +104,17 @@ class FirstSteps:
         more = (*prepared.workload.files, *map(str, sources(Store(settings.plan.work_dir).inputs)))
         files |= {path: digest_of_file(Path(path)) for path in more}
         first = FirstSteps(settings, prepared, events, wanted, files, _is_beside(prepared, wanted))
-        if first._marker.is_file() and first._mark in first._marker.read_text(encoding="utf-8").splitlines():
-            first.steps, first.beside = wanted.steps, False
+        first._look_up()
         return first
+
+    def _look_up(self) -> None:
+        """Find an earlier comparison. One with some blocks counts while one with the complete model does not fit."""
+        lines = self._marker.read_text(encoding="utf-8").splitlines() if self._marker.is_file() else []
+        parts = [line.removeprefix(self._mark).strip() for line in lines if line.startswith(self._mark)]
+        if "" not in parts and parts and place_of(self.prepared, need_of(self.prepared, self.wanted.steps)).device:
+            return
+        if parts:
+            self.steps, self.part, self.beside = self.wanted.steps, min(parts), False
 
     def compare(self) -> None:
         """Compare, unless that was done before or is done beside the ranks.
@@ -114,7 +125,8 @@ class FirstSteps:
         """
         count = counted(self.wanted.steps, "step")
         if self.steps:
-            self._note(f"the first {count} were compared before, with the same code and options")
+            part = f", and {self.part} of the model" if self.part else ""
+            self._note(f"the first {count} were compared before, with the same code and options{part}")
             return
         if self.beside:
             if refusal := refusal_of_hooks(self.prepared.workload, self.prepared.plan, self.prepared.graph):
@@ -226,6 +238,7 @@ class FirstSteps:
             return
         if (wrong := refusal_of_weights(compared.full_batch)) is not None:
             raise wrong
+        self.steps, self.part = len(result.losses), compared.part
         self._record()
         kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
         if result.bitwise and result.orders:
@@ -238,8 +251,7 @@ class FirstSteps:
             kind += f", over the same {self.prepared.plan.num_microbatches} microbatches"
         for text in result.left_out:
             self._note(text)
-        self._note(f"{counted(len(result.losses), 'step')} compared with plain training: equal, {kind}")
-        self.steps = len(result.losses)
+        self._note(f"{counted(self.steps, 'step')} compared with plain training: equal, {kind}")
 
     def _record(self) -> None:
         """Store that the steps are equal, so that they are not compared again."""
@@ -247,7 +259,7 @@ class FirstSteps:
             self._open.unlink(missing_ok=True)
         try:
             with self._marker.open("a", encoding="utf-8") as file:
-                file.write(self._mark + "\n")
+                file.write(f"{self._mark} {self.part}".strip() + "\n")
         except OSError as error:
             self._note(f"the next run compares again: {self._marker} cannot be written ({error.strerror})")
 
@@ -297,4 +309,7 @@ def _is_beside(prepared: Prepared, wanted: Wanted) -> bool:
     if _TRAININGS * wanted.steps * plain < LONG_SECONDS:
         return False
     ranks = round(_MARGIN * sum(stage.peak_bytes * stage.replicas for stage in plan.stages))
-    return bool(place_of(prepared, need_of(prepared, wanted.steps), beside=ranks).device)
+    need = need_of(prepared, wanted.steps)
+    if place_of(prepared, need, beside=ranks).device:
+        return True
+    return not place_of(prepared, need).device and bool(fitting_blocks(prepared, need)[0])

@@ -50,6 +50,8 @@ class Compared:
     # why it ran on another device than that of the ranks, or was left out; else ""
     note: str = ""
     full_batch: FullBatchReport | None = None
+    # with which blocks, in words, if the comparison with the complete model does not fit; else ""
+    part: str = ""
 
     def encode(self) -> dict[str, Any]:
         """Return the fields as JSON values. Losses and errors may be NaN or infinite."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from autopipe.commands.checking.first_steps import FirstSteps
 from autopipe.commands.prepared import Prepared
 from autopipe.commands.settings import Events, TrainSettings
 from autopipe.commands.trusted_code import digest_of_file, users_files
@@ -135,11 +136,13 @@ def scheduled(settings: TrainSettings, prepared: Prepared, start: int, events: E
     return dataclasses.replace(settings, audit_offset=(start + secrets.randbelow(min(every, steps))) % every)
 
 
-def with_proofs(result: TrainResult, compared: int, *, requested: bool) -> TrainResult:
-    """Return the result with the number of steps that were compared. ``requested``: audits, with --audit-every."""
+def with_proofs(result: TrainResult, first: FirstSteps | None, start: int, *, requested: bool) -> TrainResult:
+    """Return the result of a run from ``start`` with the steps that were compared. ``requested``: audits."""
     ended = not (result.stopped or result.stopped_by)
     unproven = requested and ended and bool(result.losses) and not result.audits
-    return dataclasses.replace(result, compared=min(max(compared, 0), result.steps), unproven=unproven)
+    compared, part = (first.steps - start, first.part) if first is not None else (0, "")
+    compared = min(max(compared, 0), result.steps)
+    return dataclasses.replace(result, compared=compared, compared_with=part, unproven=unproven)
 
 
 @dataclass(slots=True)

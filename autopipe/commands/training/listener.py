@@ -110,11 +110,6 @@ class Listener:
         self.counted = 0
         self.other_data = None
 
-    @property
-    def compared(self) -> int:
-        """How many of the first steps are proven to equal plain training."""
-        return self.first_steps.steps if self.first_steps is not None else 0
-
     def done(self, start: int) -> int:
         """Return the steps done, of a run that began after step ``start``; -1 for a new one."""
         return max(self.losses, default=max(start, 0) - 1) + 1

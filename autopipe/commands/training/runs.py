@@ -128,7 +128,7 @@ def train(
         observers.loggers = begin_loggers(settings.log, run, start, prepared.plan)
         listener = _listener(settings, prepared, run, events, comparison)
         result = _launch(settings, prepared, run, start, listener, observers, rendezvous, stop)
-        return auditing.with_proofs(result, listener.compared - max(start, 0), requested=requested)
+        return auditing.with_proofs(result, listener.first_steps, max(start, 0), requested=requested)
 
 
 def _listener(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def data(batch_size=8):
         raise ValueError("another process reads it")
     return free_data(batch_size)
 """
+# a model with blocks, and memory for a comparison with some of them
+BLOCKS = """
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(8, WIDTH), nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(24)))
+
+    def forward(self, x, index):
+        return self.last(self.blocks(self.first(x) + self.table(index)))
+
+import autopipe.commands.checking.fitting as fitting
+fitting.available_bytes = lambda: 3_000_000
+"""
 # a hook of the supervisor imports another file, and ends the run
 HOOK = """
 
@@ -86,6 +102,15 @@ def test_equal_steps_are_told_and_not_compared_again(commands: Commands) -> None
     _, err = commands.run(*training(steps=5, run="again"))
     assert BESIDE not in err and "the first 3 steps were compared before" in err
     assert "proven equal to plain training: 3 of 5 steps compared, 1 audited" in err
+
+
+def test_some_blocks_are_compared_beside_the_ranks_where_the_complete_model_does_not_fit(commands: Commands) -> None:
+    append(commands, BLOCKS, LATE)
+    (commands.folder / "compare").touch()
+    _, err = commands.run(*training(steps=5))
+    assert BESIDE in err and err.index("step 1/5") < err.index(" of 24 blocks of the model, the most that fit: ")
+    assert "3 steps compared with plain training: equal, bit for bit" in err
+    assert re.search(r"3 of 5 steps compared with \d+ of 24 blocks of the model, 1 audited", err)
 
 
 def test_a_difference_ends_the_run_and_sets_its_checkpoints_aside(commands: Commands) -> None:
