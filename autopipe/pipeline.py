@@ -2,7 +2,7 @@
 
 The methods and the command line share the work directory: a plan made by one is used by the other. Three things are
 available on the command line only, because they concern processes or machines and not one model: launchers that start
-the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and plans that are not trained
+the command once for each rank (``slurm``, ``env``), ``doctor``, and plans that are not trained
 (``plan --sweep-gpus``).
 """
 

@@ -64,9 +64,6 @@ def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str
     if settings.launch.dry_run:
         show(terminal, submission.rehearsed(settings, words, options, inside))
         return 0
-    if settings.launch.name == submission.RAY:
-        streams = {"out": terminal.output, "err": sys.stderr}
-        return submission.on_ray(settings, words, lambda name, line: click.echo(line, streams[name], nl=False))
     if inside:
         become(terminal, submission.srun(settings, words))
     job = submission.submit(settings, words, options)

@@ -60,7 +60,6 @@ LAUNCHERS: Mapping[str, Entry] = {
     "ssh": Entry(_ssh, stops_gracefully=True),
     "slurm": Entry(None),
     "env": Entry(_env, stops_gracefully=True),
-    "ray": Entry(None),
 }
 
 

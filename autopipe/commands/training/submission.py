@@ -1,4 +1,4 @@
-"""Runs that a cluster starts: SLURM and Ray run the same command again, once per rank, with ``--launcher env``."""
+"""Runs that SLURM starts: it runs the same command again, once per rank, with ``--launcher env``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from autopipe.errors import RunError
 from autopipe.launch import slurm
 from autopipe.launch.request import HostCommand
 
-TRAIN, RAY = "train", "ray"
+TRAIN = "train"
 SUBMIT_SECONDS = 120.0
 # options of the launcher, which the started command replaces with its own; True: the option has a value
 _OF_THE_START = {"--launcher": True, "--slurm-option": True, "--dry-run": False}
@@ -117,14 +117,7 @@ def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
 
 
 def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str], inside: bool) -> list[HostCommand]:
-    """Return the commands of a run: srun in an allocation, else sbatch with its script; for Ray, its actors."""
-    if settings.launch.name == RAY:
-        _on_gpus(settings)
-        note = "an actor of a placement group; ranks count in the order of the nodes"
-        return [
-            HostCommand(host="Ray", ranks=(rank,), command=words.for_a_rank, note=note)
-            for rank in range(ranks_of(settings))
-        ]
+    """Return the commands of a run: srun in an allocation, else sbatch with its script."""
     if inside:
         return [HostCommand(ranks=(), command=srun(settings, words), note="in this allocation")]
     job = job_of(settings, words, options)
@@ -143,24 +136,6 @@ def submit(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
     path.write_text(text, encoding="utf-8")
     number = slurm.parse_job_number(_output_of_sbatch(path))
     return Submission(number, str(path), job.output_of(number))
-
-
-def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None]) -> int:
-    """Run it on a Ray cluster, and return the exit code. ``say``: takes (out or err, a line) of rank 0's output.
-
-    Raises: RunError if Ray is not installed, does not answer, or has too few devices.
-    """
-    from autopipe.launch.ray_cluster import RayRun
-
-    profile = settings.plan.profile
-    run = RayRun(
-        command=words.for_a_rank,
-        ranks=ranks_of(settings),
-        folder=Path.cwd(),
-        threads=profile.threads or 1,
-        gpus=_on_gpus(settings),
-    )
-    return run.start(say)
 
 
 def program(name: str) -> str:

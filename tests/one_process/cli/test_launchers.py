@@ -75,24 +75,17 @@ def test_in_an_allocation_srun_starts_the_ranks() -> None:
     assert "train --launcher env model.py --gpus 4" in done.stdout
 
 
-def test_a_dry_run_for_ray_shows_each_actors_command() -> None:
-    done = run("train", "model.py", "--launcher", "ray", "--gpus", "2", "--device", "cpu", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert done.stdout.count("--launcher env") == 2
-
-
 def test_slurm_without_a_number_of_ranks_is_refused() -> None:
     done = run("train", "model.py", "--launcher", "slurm")
     assert done.exit_code == 1
     assert "--gpus is not given, and no plan is stored" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "ray"])
-def test_a_cluster_without_a_device_is_refused(launcher: str) -> None:
+def test_a_cluster_without_a_device_is_refused() -> None:
     """The job would request no GPU, and train on CPUs without a message."""
-    done = run("train", "model.py", "--launcher", launcher, "--gpus", "2", "--dry-run")
+    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "2", "--dry-run")
     assert done.exit_code == 1
-    assert f"--launcher {launcher} needs a device: with --device auto, the job would have no GPU" in done.stderr
+    assert "--launcher slurm needs a device: with --device auto, the job would have no GPU" in done.stderr
     assert "--device cuda" in done.stderr
 
 
