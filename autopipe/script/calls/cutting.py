@@ -23,6 +23,7 @@ from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
 from autopipe.script.calls.called import Recording
 from autopipe.script.calls.parameter_uses import is_serial
+from autopipe.script.calls.script_functions import write_functions
 from autopipe.script.devices import CPU
 
 
@@ -178,6 +179,7 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
     """
     name = f"call_{number}"
     generate(recording.capture, plan, folder / name, of_a_call=True)
+    write_functions(folder / name)
     graph = recording.graph
     stage_of = {node.name: stage.index for stage in plan.stages for node in graph.nodes[stage.start : stage.stop]}
     draws = tuple(

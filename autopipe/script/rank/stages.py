@@ -20,6 +20,7 @@ from autopipe.runtime.leaf_alias import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 from autopipe.script.calls.randomness import COUNT
+from autopipe.script.calls.script_functions import define_functions
 from autopipe.script.codec import rebuilt_module
 from autopipe.script.devices import CPU, DEVICE, generators, offset_of, set_generators
 from autopipe.stage import Container, Stage
@@ -142,6 +143,7 @@ class RankStages:
         for path, module in form["modules"].items():
             self.modules[path] = rebuilt_module(module, self.tensors)
         with self._files(form) as folder:
+            define_functions(folder)
             kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
             kind.SPARE = ()  # state that no call reads stays in ``tensors``
             stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))

@@ -30,6 +30,7 @@ CASES = {
     "decisions": ("calls/decisions.py", (), "decisions.pt"),
     "evaluations": ("calls/evaluations.py", (), "evaluations.pt"),
     "autograd function": ("calls/custom_function.py", (), "custom_function.pt"),
+    "autograd function of the script": ("calls/own_function.py", (), "own_function.pt"),
     "tied": ("tied.py", (), "tied.pt"),
     "distributed": ("wrapped.py", ("distributed", "cpu"), ""),
     "unfreezing": ("unfreezing.py", (), "unfreezing.pt"),
