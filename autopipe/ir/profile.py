@@ -40,7 +40,6 @@ class WorkloadSpec:
     team: int = field(default=1, metadata=OMIT_DEFAULT)
     # between the calls of the axes, each member has its own positions of the values (``autopipe.sequence``)
     sequence: bool = field(default=False, metadata=OMIT_DEFAULT)
-    left_out: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)  # modules that the built model loses
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -133,7 +133,7 @@ class Workload:
         with seeded(spec.seed):  # a file of hooks draws the same numbers in every process that imports it
             self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         self.own_loss = OwnLoss(self.hooks.get("loss"))
-        self.models = ModelFactory(self.builder, self.own_loss, spec.seed, spec.left_out)
+        self.models = ModelFactory(self.builder, self.own_loss, spec.seed)
         self.batches = Batches(
             path=self._path,
             without_data=lambda: without_data(module, spec, self.name),

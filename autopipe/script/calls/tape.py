@@ -7,7 +7,7 @@ right. Its tensors have no numbers; ``trace.tape`` finds the recording that does
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,10 @@ class _ScriptModel(LiveModel):
     def __enter__(self) -> LiveModel:
         with torch.inference_mode(False):  # the fakes of parameters outlive the call
             return super().__enter__()
+
+    def constant_buffers(self) -> Mapping[str, Tensor]:
+        """Return none: the script may write them."""
+        return {}
 
     def _look_for_changes(self) -> None:
         if any(id(tensor) not in self.of_real for _, _, tensor in self._registered_now):

@@ -134,6 +134,10 @@ class FakedModel:
         """Return whether a tensor stands for a parameter of the model."""
         return id(value) in self.state and isinstance(value, nn.Parameter)
 
+    def constant_buffers(self) -> Mapping[str, Tensor]:
+        """Return the fakes of buffers, by first name, which nothing but forward and loss may write."""
+        return {name: fake for name, fake in self.fake.items() if not isinstance(fake, nn.Parameter)}
+
     def bind_buffer(self, name: str, value: Tensor) -> None:
         """Bind a buffer to a new value, under all of its names."""
         for module in self.model.modules():

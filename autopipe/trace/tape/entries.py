@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,8 @@ class Entry:
     ``next``: the calls that have followed it; ``ends``: what the runs returned that ended here.
     """
 
-    __slots__ = ("again", "answer", "call", "changed", "draws", "ends", "error", "form", "forms", "inner", "is_node",
-                 "is_sized", "key", "moves", "name", "next", "nodes", "num_runs", "origin", "parent",
+    __slots__ = ("again", "answer", "buffers", "call", "changed", "draws", "ends", "error", "form", "forms", "inner",
+                 "is_node", "is_sized", "key", "moves", "name", "next", "nodes", "num_runs", "origin", "parent",
                  "results")  # fmt: skip
 
     def __init__(self, key: Key = (), name: str = "") -> None:
@@ -44,7 +44,10 @@ class Entry:
         self.again = False  # it runs on fakes each time
         self.moves = False  # its fakes know their numbers, which a number that changes gives
         self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it
-        self.origin: Hashable | None = None  # what identifies its result, if it depends on nothing but constants
+        self.origin: tuple[Hashable, ...] | None = (
+            None  # what identifies its result, if it depends on nothing but constants
+        )
+        self.buffers: frozenset[str] = frozenset()  # of the model among these constants
         self.num_runs = 0  # of the beginning: recorded runs that began here
         self.call: Running | None = None  # with an ``origin``: how its result is made
 
@@ -66,16 +69,28 @@ class Origins:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Entry]] = {}
+        self._buffers: dict[Hashable, frozenset[str]] = {}  # by what identifies a tensor, see ``Entry.buffers``
+        self.written: set[str] = set()  # buffers that something writes: they are no constants
 
     def add(self, value: Tensor, entry: Entry) -> None:
         """Note what has made a tensor, as long as it lives."""
         number = id(value)
         self._entries[number] = weakref.ref(value, lambda _: self._entries.pop(number, None)), entry
 
+    def identify(self, entry: Entry, buffers: Collection[str]) -> None:
+        """Note a call whose result depends on nothing but constants, ``buffers`` among them."""
+        assert entry.origin is not None, "its result is identified"
+        names = [part[0] for part in entry.origin if isinstance(part, tuple) and part and part[0] in buffers]
+        entry.buffers = frozenset(names).union(*(self._buffers.get(part, ()) for part in entry.origin))
+        self._buffers[entry.origin] = entry.buffers
+        self.add(entry.results[0], entry)
+
     def entry(self, value: Tensor) -> Entry | None:
         """Return the call that has made a tensor; None if it depends on a batch, on state or on random numbers."""
         reference, entry = self._entries.get(id(value), (None, None))
-        return entry if reference is not None and reference() is value else None
+        if entry is None or reference is None or reference() is not value:
+            return None
+        return None if entry.origin is None or self.written & entry.buffers else entry
 
     def identity(self, value: Tensor) -> Hashable:
         """Return what identifies the content of a tensor, or None."""

@@ -257,7 +257,8 @@ class Reading:
 
     def _identify(self, entry: Entry, call: Running, changed: Sequence[Tensor]) -> None:
         """Note whether the result of a call is the same in every run, so that Python may keep it for later ones."""
-        memory = {storage_key(tensor) for tensor in changed}
+        memory, buffers = {storage_key(tensor) for tensor in changed}, self.recorder.faked_model.constant_buffers()
+        self.origins.written.update(name for name, buffer in buffers.items() if storage_key(buffer) in memory)
         for other, _ in self._new if memory else ():
             if other.origin is not None and any(storage_key(result) in memory for result in other.results):
                 other.origin = None
@@ -278,7 +279,7 @@ class Reading:
         for part in entry.key:
             known = self._identities.get(part, part)
             if isinstance(part, tuple) and len(part) == 2:
-                if part[0] in self.recorder.faked_model.fake:
+                if part[0] in self.recorder.faked_model.fake and part[0] not in buffers:
                     return
                 known = part[1] if part[0] == "kept" else part
             if type(known) in (Value, Lifted):
@@ -286,7 +287,7 @@ class Reading:
             identity.append(known)
         entry.origin, entry.call = tuple(identity), call
         self._identities[self.keys.number(entry.results[0])] = entry.origin
-        self.origins.add(entry.results[0], entry)
+        self.origins.identify(entry, buffers)
 
     def _recall(self, arguments: Any) -> None:
         """Write the calls that made the tensors of earlier runs among the arguments into the graph of this one."""
@@ -295,9 +296,9 @@ class Reading:
             if not isinstance(value, FakeTensor) or known.has(value) or known.is_state(value):
                 continue
             entry = self.origins.entry(value)
-            if (entry is None or entry.origin is None) and not self._alone:
+            if entry is None and not self._alone:
                 raise of_an_earlier_run(value)
-            if entry is None or entry.origin is None or entry.call is None:
+            if entry is None or entry.call is None:
                 continue
             call = entry.call
             self._recall((call.args, call.kwargs))

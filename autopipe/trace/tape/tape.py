@@ -201,6 +201,7 @@ class _Run:
                 loss, weight = tape.workload.loss(tape.model, tape.workload.with_leaves(self.item, fakes))
                 outputs = (loss,) if weight is None else (loss, weight)
                 rebound_to = live.reassigned_buffers()
+                tape._origins.written.update(rebound_to)
                 bound = {name: keys.of_tensor(value) for name, value in rebound_to.items()}
                 new = tuple(live.new_parameters())
                 end = (*map(keys.of_tensor, outputs), *bound.items(), *new)

@@ -26,10 +26,10 @@ _SHOWN = 3  # modules that a note names
 class ModelFactory:
     """Builds the model of a workload, and knows the arguments of its forward."""
 
-    def __init__(self, builder: Builder, own_loss: OwnLoss, seed: int, left_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, builder: Builder, own_loss: OwnLoss, seed: int) -> None:
         self.builder = builder
         self._own_loss = own_loss  # becomes a child of the model if it has parameters
-        self._seed, self._left_out = seed, left_out
+        self._seed = seed
         self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
         self.initial = InitialValues()  # of the first complete build
         # instances in the file, with their own attributes and those of the model that they stand for, see ``bind``
@@ -49,15 +49,10 @@ class ModelFactory:
 
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """
-        if self._left_out and part is None and not empty:
-            part = self._part_without_lost_parameters()
         build = partial.PartialBuild(empty=empty, shifted=shifted) if part is None else part
         memory = ZeroedMemory(untouched=not build.is_complete)
         with seeded(self._seed), build.active(), memory, self._unbound():
             model = self.builder.build()
-            for path in self._left_out:
-                parent, _, name = path.rpartition(".")
-                del model.get_submodule(parent)._modules[name]  # the others keep their names
             uninitialized = memory.note(model)
             self.forward_names = forward_names(model)
             model, modes = for_training(model)
@@ -69,12 +64,6 @@ class ModelFactory:
         elif not self.initial.numbers:
             self.initial = InitialValues(numbers=build.numbers(model))
         return model
-
-    def _part_without_lost_parameters(self) -> partial.PartialBuild:
-        """Return a build with memory for the parameters of the modules that are not left out."""
-        if not self.initial.numbers:
-            self.build(empty=True)
-        return partial.PartialBuild(frozenset(self.initial.numbers.values()))
 
     def bind(self, model: nn.Module) -> None:
         """Let instances of the file have the attributes of a model and its loss, of which those are copies.

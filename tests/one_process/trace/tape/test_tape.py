@@ -84,18 +84,32 @@ def test_a_change_at_the_sixth_call_is_reported_there(name: str, tmp_path: Path)
     assert where == (2, 1), text
 
 
+BUFFER = "self.register_buffer('b', torch.ones(5))"
 KEPT = {
     "an earlier output": "prev = y.detach() if self.p is None else self.p; self.p = y.detach(); y = y + prev",
     "the same place of an earlier call": "prev = y if self.p is None else self.p; self.p = y; y = y + prev",
     "a drawn mask": "self.p = (torch.rand(5) > 0.5).float() if self.p is None else self.p; y = y * self.p",
     "a mask that decays": "self.p = torch.ones(5) if self.p is None else self.p; y = y + self.p; self.p.mul_(0.9)",
+    "a table of a buffer that is written": "self.p = self.b * 2 if self.p is None else self.p; y = y + self.p; "
+    "self.b.mul_(0.9)",
+    "a table of a buffer of which a view is written": "self.p = (self.b + 1).cos() if self.p is None else self.p; "
+    "y = y + self.p; self.b[:2].zero_()",
+    "a table of a buffer that is bound to another tensor": "self.p = self.b * 2 if self.p is None else self.p; "
+    "y = y + self.p; self.b = self.b * 0.9",
+    "a table of a parameter": "self.p = self.o.bias * 2 if self.p is None else self.p; y = y + self.p",
 }
 
 
 @pytest.mark.parametrize("name", list(KEPT))
 def test_a_tensor_of_an_earlier_call_is_not_taken_for_one_of_this_call(name: str, tmp_path: Path) -> None:
-    where, text = reported(net("self.p = None", "pass", KEPT[name]), tmp_path)
+    where, text = reported(net(f"self.p = None; {BUFFER}", "pass", KEPT[name]), tmp_path)
     assert where == (0, 1), text
+
+
+@pytest.mark.parametrize("table", ["(self.b * 2).cos()", "torch.outer(torch.arange(5.0), self.b)[1]"])
+def test_a_table_that_the_first_call_computes_from_a_buffer_is_the_same_in_each(table: str, tmp_path: Path) -> None:
+    keeps = f"self.p = {table} if self.p is None else self.p; y = y * self.p"
+    assert reported(net(f"self.p = None; {BUFFER}", "pass", keeps), tmp_path) == (None, "")
 
 
 def test_an_exception_leaves_the_model_its_tensors_and_torch_its_functions(tmp_path: Path) -> None:
