@@ -19,7 +19,7 @@ from autopipe.commands.artifact_steps import batch_size_of, prepare
 from autopipe.commands.changing import COMPILED, refuse_varying
 from autopipe.commands.checking.apart import Processes
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
-from autopipe.commands.checking.blocks import described, fitting_blocks, without_blocks
+from autopipe.commands.checking.blocks import Blocks, without_blocks
 from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.fitting import Need, Place, need_of, not_checked, out_of_memory, place_of
 from autopipe.commands.checking.full_batch import compared_with_the_whole, refusal_of_weights
@@ -142,17 +142,22 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
 
 def _compare_some_blocks(prepared: Prepared, wanted: Wanted, need: Need, why: str) -> Compared:
     """Compare with as many of the model's repeated blocks as fit. ``why``: the complete model does not fit."""
-    paths, place = fitting_blocks(prepared, need)
-    if not paths:
+    blocks = Blocks(prepared.plan, prepared.graph)
+    # a model that varies would run its Python otherwise
+    fitting = None if prepared.graph.varies else blocks.fitting(prepared, need)
+    if fitting is None:
         return Compared(None, not_checked(why, prepared))
+    paths, place = fitting
     try:
-        with without_blocks(prepared, paths) as shorter:
+        with without_blocks(prepared, paths, wanted.scratch) as shorter:
             compared = _compare_in(place, shorter, replace(wanted, evaluate=False))
     except AutopipeError as error:
         return Compared(None, not_checked(f"{why}; {error.what}", prepared))
-    part = described(prepared.graph, paths)
-    note = compared.note or f"compared with {part} of the model, the most that fit: {why}"
-    return replace(compared, part=part, note=note)
+    if compared.comparison is None:
+        return compared
+    part = blocks.without(paths)
+    note = f"compared with {part} of the model{', and without an evaluation' if wanted.evaluate else ''}: {why}"
+    return replace(compared, part=part, note="; ".join(filter(None, (note, compared.note))))
 
 
 def _compare_in(place: Place, prepared: Prepared, wanted: Wanted) -> Compared:

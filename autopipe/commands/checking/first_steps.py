@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autopipe.capture_inputs import sources, versions
-from autopipe.commands.checking.blocks import fitting_blocks
+from autopipe.commands.checking.blocks import Blocks
 from autopipe.commands.checking.causes import hidden_cause, refusal_of_hooks, unequal
 from autopipe.commands.checking.checking import (
     compare_here,
@@ -111,10 +111,13 @@ class FirstSteps:
         """Find an earlier comparison. One with some blocks counts while one with the complete model does not fit."""
         lines = self._marker.read_text(encoding="utf-8").splitlines() if self._marker.is_file() else []
         parts = [line.removeprefix(self._mark).strip() for line in lines if line.startswith(self._mark)]
-        if "" not in parts and parts and place_of(self.prepared, need_of(self.prepared, self.wanted.steps)).device:
-            return
-        if parts:
-            self.steps, self.part, self.beside = self.wanted.steps, min(parts), False
+        if parts and ("" in parts or not self._fits()):
+            self.steps, self.part, self.beside = self.wanted.steps, "" if "" in parts else parts[-1], False
+
+    def _fits(self) -> bool:
+        """Return whether a comparison with the complete model fits; False on a GPU, which this process does not use."""
+        on_gpu = needs_worker(self.prepared.profile.device.kind)
+        return not on_gpu and bool(place_of(self.prepared, need_of(self.prepared, self.wanted.steps)).device)
 
     def compare(self) -> None:
         """Compare, unless that was done before or is done beside the ranks.
@@ -229,7 +232,8 @@ class FirstSteps:
         if result.different:
             raise unequal(result, self.prepared)
         if result.nonfinite:
-            if self.settings.on_nonfinite == "stop" and not self.beside:  # ranks stop by themselves
+            # ranks stop by themselves, and the complete model may be finite
+            if self.settings.on_nonfinite == "stop" and not self.beside and not compared.part:
                 raise RunError(
                     f"the comparison of the first steps proves nothing: {result.nonfinite}",
                     remedy="inspect the data and the initial weights; to train anyway, use --on-nonfinite warn or skip",
@@ -312,4 +316,6 @@ def _is_beside(prepared: Prepared, wanted: Wanted) -> bool:
     need = need_of(prepared, wanted.steps)
     if place_of(prepared, need, beside=ranks).device:
         return True
-    return not place_of(prepared, need).device and bool(fitting_blocks(prepared, need)[0])
+    if place_of(prepared, need).device or prepared.graph.varies:
+        return False
+    return Blocks(plan, prepared.graph).fitting(prepared, need, ranks) is not None

@@ -19,6 +19,7 @@ from autopipe.workload.model import partial
 from autopipe.workload.model.building import Builder, forward_names
 from autopipe.workload.model.digests import initial_values
 from autopipe.workload.model.partial import ZeroedMemory
+from autopipe.workload.model.placeholders import is_placeholder
 
 _SHOWN = 3  # modules that a note names
 
@@ -34,6 +35,8 @@ class ModelFactory:
         self.initial = InitialValues()  # of the first complete build
         # instances in the file, with their own attributes and those of the model that they stand for, see ``bind``
         self._bound: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._left_out: tuple[str, ...] = ()  # see ``without``
+        self._wanted: frozenset[int] | None = None  # the numbers of the parameters besides those that are left out
         self.is_large = False  # it is known that a complete build would exceed ``size_limits.FIRST_BYTES``
 
     def build(
@@ -49,7 +52,8 @@ class ModelFactory:
 
         Raises: ModelFileError if the user's code fails; NotDivisibleError from ``part``.
         """
-        build = partial.PartialBuild(empty=empty, shifted=shifted) if part is None else part
+        wanted = None if empty else self._wanted
+        build = partial.PartialBuild(wanted, empty=empty, shifted=shifted) if part is None else part
         memory = ZeroedMemory(untouched=not build.is_complete)
         with seeded(self._seed), build.active(), memory, self._unbound():
             model = self.builder.build()
@@ -59,11 +63,38 @@ class ModelFactory:
             self.notes = tuple(filter(None, (modes, uninitialized)))
             original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
             self._own_loss.attach(model, original)
+        if self._left_out:
+            self._leave_out(model, build)
+            if part is None:
+                build.refuse_derived(model, lambda _, tensor: not is_placeholder(tensor))
         if build.is_complete and not self.initial.digests:
             self.initial = initial_values(model, build.numbers(model))
         elif not self.initial.numbers:
             self.initial = InitialValues(numbers=build.numbers(model))
         return model
+
+    @contextlib.contextmanager
+    def without(self, paths: tuple[str, ...]) -> Iterator[None]:
+        """Build the model without these modules in this block. The others keep their names and initial weights.
+
+        A build raises NotDivisibleError if a module that stays is computed from one that is left out.
+        """
+        self._left_out = paths
+        try:
+            with exclusive():
+                self.build(empty=True)  # finds ``_wanted``
+            yield
+        finally:
+            self._left_out, self._wanted = (), None
+
+    def _leave_out(self, model: nn.Module, build: partial.PartialBuild) -> None:
+        before = build.numbers(model)
+        for path in self._left_out:
+            parent, _, name = path.rpartition(".")
+            del model.get_submodule(parent)._modules[name]
+        if self._wanted is None:
+            lost = {*before.values()} - {*build.numbers(model).values()}
+            self._wanted = frozenset(range(build.count)) - lost
 
     def bind(self, model: nn.Module) -> None:
         """Let instances of the file have the attributes of a model and its loss, of which those are copies.

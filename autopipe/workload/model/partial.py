@@ -90,6 +90,11 @@ class PartialBuild:
         """Whether every parameter has memory of its own."""
         return self._wanted is None and not self._empty
 
+    @property
+    def count(self) -> int:
+        """How many parameters the build has registered, with those that the model no longer has."""
+        return self._count
+
     def numbers(self, model: nn.Module) -> dict[str, int]:
         """Return the position of each parameter in the order of registration, by all its names; -1 if it has none."""
         named = model.named_parameters(remove_duplicate=False)

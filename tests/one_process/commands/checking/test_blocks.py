@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from support.pipelines import captured, captured_file, plan_for
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.checking import blocks, fitting
-from autopipe.commands.checking.blocks import left_out, repeated_blocks
+from autopipe.commands.checking.blocks import Blocks
+from autopipe.workload import LoadOptions, load_workload
 
 MODEL = """
 import torch
@@ -26,11 +28,15 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.inner(self.norm(x))
 
+class Other(Block):
+    def forward(self, x):
+        return x - self.inner(self.norm(x))
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.blocks = nn.ModuleList(BLOCK for index in range(8))
         self.last = nn.Linear(16, 1)
     def forward(self, x):
         x = self.first(x)
@@ -69,8 +75,8 @@ def short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.commands.checking.first_steps.need_of", noted)
 
 
-def write(folder: Path, walk: str) -> None:
-    (folder / "net.py").write_text(MODEL.replace("WALK", walk))
+def write(folder: Path, walk: str, block: str = "Block()") -> None:
+    (folder / "net.py").write_text(MODEL.replace("WALK", walk).replace("BLOCK", block))
 
 
 def command(*words: str) -> Result:
@@ -81,24 +87,31 @@ def test_each_stage_keeps_its_first_blocks_and_those_in_which_it_is_cut(tmp_path
     write(tmp_path, "self.blocks")
     subject = captured_file(tmp_path / "net.py")
     graph, plan = subject.capture.graph, plan_for(subject, 2, "1f1b", 4, 8)
-    assert repeated_blocks(graph) == [[f"blocks.{index}" for index in range(8)]]
+    repeated = Blocks(plan, graph)
+    assert repeated.paths == [f"blocks.{index}" for index in range(8)]
     first, second = (
-        [path for path in repeated_blocks(graph)[0] if any(n.module_path.startswith(path) for n in nodes)]
+        [path for path in repeated.paths if any(n.module_path.startswith(path) for n in nodes)]
         for nodes in (graph.nodes[stage.start : stage.stop] for stage in plan.stages)
     )
     shared = {*first} & {*second}
     first, second = ([path for path in paths if path not in shared] for paths in (first, second))
     for most in range(1, 4):
-        assert {*left_out(plan, graph, most)} == {*first[most:], *second[most:]}
-    assert left_out(plan, graph, 8) == ()
+        assert {*repeated.beyond(most)} == {*first[most:], *second[most:]}
+    assert repeated.beyond(8) == ()
 
 
-def test_blocks_inside_blocks_and_entries_of_other_shapes_are_not_counted() -> None:
-    graph = captured("unet").capture.graph
-    groups = repeated_blocks(graph)
-    assert all(len(paths) > 1 for paths in groups)
-    every = [path for paths in groups for path in paths]
-    assert not any(one != other and one.startswith(f"{other}.") for one in every for other in every)
+def test_each_stage_keeps_a_block_of_each_kind(tmp_path: Path) -> None:
+    write(tmp_path, "self.blocks", "Other() if index % 4 == 1 else Block()")
+    subject = captured_file(tmp_path / "net.py")
+    graph, plan = subject.capture.graph, plan_for(subject, 1, "gpipe", 4, 8)
+    assert {*Blocks(plan, graph).beyond(1)} == {f"blocks.{index}" for index in range(2, 8)}
+
+
+def test_blocks_inside_blocks_are_not_counted() -> None:
+    subject = captured("unet")
+    paths = Blocks(plan_for(subject, 2, "1f1b", 4, 8), subject.capture.graph).paths
+    assert paths
+    assert not any(one != other and one.startswith(f"{other}.") for one in paths for other in paths)
 
 
 @pytest.mark.parametrize("options", [["--schedule", "1f1b"], ["--schedule", "2bw"], ["--recompute", "always"]])
@@ -109,8 +122,27 @@ def test_check_compares_as_many_blocks_as_fit(options: list[str]) -> None:
     report = json.loads(done.stdout)
     warning = next(text for text in report["warnings"] if text.startswith("compared with "))
     count = int(warning.removeprefix("compared with ").split(" ")[0])
-    assert 2 <= count < 8 and f"{count} of 8 blocks of the model, the most that fit" in warning
+    assert 2 <= count < 8 and f"{count} of 8 blocks of the model: comparing with plain training needs" in warning
     assert report["equal"] and report["bitwise"] and len(report["losses"]) >= 3
+
+
+@pytest.mark.parametrize("block", ["nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))", "copied(FIRST)"])
+@pytest.mark.usefixtures("short_of_memory")
+def test_blocks_that_stay_have_their_own_initial_weights(block: str, tmp_path: Path) -> None:
+    write(tmp_path, "self.blocks", block)
+    path = tmp_path / "net.py"
+    path.write_text(
+        "from copy import deepcopy as copied\n" + path.read_text().replace("class Net", "FIRST = Block()\nclass Net")
+    )
+    done = command("check", *WORDS, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["bitwise"] and "of 8 blocks" in done.output
+    workload = load_workload(LoadOptions("net.py"))
+    complete = workload.build_model().state_dict()
+    with workload.models.without(("blocks.2", "blocks.5")):
+        rest = workload.build_model().state_dict()
+    assert rest.keys() == {name for name in complete if not name.startswith(("blocks.2", "blocks.5"))}
+    assert all(torch.equal(value, complete[name]) for name, value in rest.items())
 
 
 @pytest.mark.usefixtures("short_of_memory")
@@ -145,7 +177,7 @@ def test_a_model_that_counts_on_all_blocks_is_not_compared(tmp_path: Path) -> No
 def test_train_says_which_blocks_were_compared_and_does_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done = command("train", *WORDS, "--steps", "2")
     assert done.exit_code == 0, done.output
-    assert "of 8 blocks of the model, the most that fit: comparing with plain training needs" in done.stderr
+    assert "of 8 blocks of the model: comparing with plain training needs" in done.stderr
     assert "2 steps compared with plain training: equal, bit for bit" in done.stderr
     proven = "proven equal to plain training: 2 of 2 steps compared with"
     assert proven in done.stderr
