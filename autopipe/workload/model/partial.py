@@ -80,7 +80,7 @@ class PartialBuild:
         undrawn: bool = False,
     ) -> None:
         self._wanted, self._empty, self._shifted = wanted, empty, shifted
-        self._count, self._pages = 0, SharedPages()
+        self.count, self._pages = 0, SharedPages()  # of parameters, also of those that the model no longer has
         self._numbers = WeakTensorKeyDictionary()  # registered parameter -> number
         self._replaced = WeakTensorKeyDictionary()  # the user's parameter -> the one on ``meta``
         self.derived = _Derived(undrawn=undrawn)
@@ -89,11 +89,6 @@ class PartialBuild:
     def is_complete(self) -> bool:
         """Whether every parameter has memory of its own."""
         return self._wanted is None and not self._empty
-
-    @property
-    def count(self) -> int:
-        """How many parameters the build has registered, with those that the model no longer has."""
-        return self._count
 
     def numbers(self, model: nn.Module) -> dict[str, int]:
         """Return the position of each parameter in the order of registration, by all its names; -1 if it has none."""
@@ -154,12 +149,12 @@ class PartialBuild:
         if self._empty and not parameter.is_meta:
             part = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._replaced[parameter] = part
-        elif self._wanted is not None and self._count not in self._wanted and self.derived.can_share(parameter):
+        elif self._wanted is not None and self.count not in self._wanted and self.derived.can_share(parameter):
             self.derived.lose(parameter)  # what else uses its memory
             make_placeholder(parameter, self._pages)
             _add_to(self.derived.placeholders, parameter)
-        self._numbers[part] = self._count
-        self._count += 1
+        self._numbers[part] = self.count
+        self.count += 1
         return part
 
 
