@@ -147,6 +147,7 @@ class RankSession:
                     saved = step
                 if _due(step, self.job.evaluate_every):
                     self.evaluate(None, step)
+            reader.finish()
             if self.job.save and saved != step:
                 self.save(step, place, last=True)
             self.reporter.at("saving", waiting=True)

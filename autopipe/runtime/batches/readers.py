@@ -116,6 +116,14 @@ class OneReads:
         if time.monotonic() - self._sent > _WAIT_SECONDS:
             self._send_header_to_all({"kind": "wait"})
 
+    def finish(self) -> None:
+        """End the reading, on every rank: what rank 0 has sent since the last minibatch is received."""
+        if self.transport.rank == 0:
+            self._send_header_to_all({"kind": "finished"})
+        else:
+            while self._receive_header()["kind"] != "finished":
+                pass
+
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _read_by(self, recording: Recording, stage: int) -> tuple[str, ...]:
@@ -304,6 +312,9 @@ class EachReads:
     def compared(self) -> None:
         """As ``settle``."""
         self.settle()
+
+    def finish(self) -> None:
+        """Do nothing: the ranks read without one another."""
 
 
 Reader = OneReads | EachReads

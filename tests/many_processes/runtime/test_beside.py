@@ -316,3 +316,11 @@ def test_a_first_minibatch_that_differs_ends_the_run_before_it_is_saved(commands
     assert "minibatch 1, microbatch 1: the forward or the loss does not do what was recorded" in stderr
     assert not list((commands.folder / "run" / "checkpoints").glob("step-*"))
     assert_no_process_is_left(commands.folder)
+
+
+@pytest.mark.parametrize("steps", ["1", "3"])
+def test_a_rank_that_was_told_to_wait_longer_than_the_run_ends(steps: str, commands: Commands) -> None:
+    text = MODEL % "pass" + "import autopipe.runtime.batches.readers as readers\nreaders._WAIT_SECONDS = 0.0\n"
+    (commands.folder / "model.py").write_text(text)
+    commands.run(*WORDS, "--steps", steps, "--eval-every", "2", seconds=60)
+    assert_no_process_is_left(commands.folder)
