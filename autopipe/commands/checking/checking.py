@@ -135,6 +135,8 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
         return Compared(None, f"not checked: {lack}")
     need = need_of(prepared, wanted.steps)
     place = place_of(prepared, need)
+    if wanted.some_blocks:
+        return _compare_some_blocks(prepared, wanted, need, "with the complete model, it does not fit beside the ranks")
     if not place.device:
         return _compare_some_blocks(prepared, wanted, need, f"comparing with plain training needs {place.why}")
     return _compare_in(place, prepared, wanted)

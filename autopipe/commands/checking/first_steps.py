@@ -103,21 +103,18 @@ class FirstSteps:
         files = {str(path): content for path, content in users_files(prepared.plan.workload).items()}
         more = (*prepared.workload.files, *map(str, sources(Store(settings.plan.work_dir).inputs)))
         files |= {path: digest_of_file(Path(path)) for path in more}
-        first = FirstSteps(settings, prepared, events, wanted, files, _is_beside(prepared, wanted))
-        first._look_up()
+        beside, complete = _place_and_part(prepared, wanted)
+        wanted = replace(wanted, some_blocks=beside and not complete)
+        first = FirstSteps(settings, prepared, events, wanted, files, beside)
+        first._look_up(complete=complete)
         return first
 
-    def _look_up(self) -> None:
-        """Find an earlier comparison. One with some blocks counts while one with the complete model does not fit."""
+    def _look_up(self, *, complete: bool) -> None:
+        """Find an earlier comparison. One with some blocks counts if a new one would not be ``complete`` either."""
         lines = self._marker.read_text(encoding="utf-8").splitlines() if self._marker.is_file() else []
         parts = [line.removeprefix(self._mark).strip() for line in lines if line.startswith(self._mark)]
-        if parts and ("" in parts or not self._fits()):
+        if parts and ("" in parts or not complete):
             self.steps, self.part, self.beside = self.wanted.steps, "" if "" in parts else parts[-1], False
-
-    def _fits(self) -> bool:
-        """Return whether a comparison with the complete model fits; False on a GPU, which this process does not use."""
-        on_gpu = needs_worker(self.prepared.profile.device.kind)
-        return not on_gpu and bool(place_of(self.prepared, need_of(self.prepared, self.wanted.steps)).device)
 
     def compare(self) -> None:
         """Compare, unless that was done before or is done beside the ranks.
@@ -304,18 +301,22 @@ def compare_beside(task: Any, link: Link) -> dict[str, Any]:
     return compare_here(prepared, decoded.wanted).encode()
 
 
-def _is_beside(prepared: Prepared, wanted: Wanted) -> bool:
-    """Return whether a comparison takes long, and fits beside the ranks. On a GPU, it would take memory from them."""
+def _place_and_part(prepared: Prepared, wanted: Wanted) -> tuple[bool, bool]:
+    """Return whether the comparison is made beside the ranks, because it takes long, and whether with all blocks.
+
+    On a GPU, it would take memory from the ranks, and this process does not ask how much there is.
+    """
     plan = prepared.plan
     if needs_worker(prepared.profile.device.kind):
-        return False
+        return False, False
+    need = need_of(prepared, wanted.steps)
+    fits = bool(place_of(prepared, need).device)
     plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     if _TRAININGS * wanted.steps * plain < LONG_SECONDS:
-        return False
+        return False, fits
     ranks = round(_MARGIN * sum(stage.peak_bytes * stage.replicas for stage in plan.stages))
-    need = need_of(prepared, wanted.steps)
     if place_of(prepared, need, beside=ranks).device:
-        return True
-    if place_of(prepared, need).device or prepared.graph.varies:
-        return False
-    return Blocks(plan, prepared.graph).fitting(prepared, need, ranks) is not None
+        return True, True
+    if prepared.graph.varies or Blocks(plan, prepared.graph).fitting(prepared, need, ranks) is None:
+        return False, fits
+    return True, False

@@ -37,6 +37,8 @@ class Wanted:
     evaluate: bool = False
     # also the microbatches with a full batch: its "gradient", or that and one optimizer "step"; "": neither
     full_batch: str = ""
+    # with some of the model's blocks: the complete model does not fit beside the ranks
+    some_blocks: bool = False
     # the folder for temporary files; "": the usual one
     scratch: str = ""
 
