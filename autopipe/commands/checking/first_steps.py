@@ -317,6 +317,6 @@ def _place_and_part(prepared: Prepared, wanted: Wanted) -> tuple[bool, bool]:
     ranks = round(_MARGIN * sum(stage.peak_bytes * stage.replicas for stage in plan.stages))
     if place_of(prepared, need, beside=ranks).device:
         return True, True
-    if prepared.graph.varies or Blocks(plan, prepared.graph).fitting(prepared, need, ranks) is None:
-        return False, fits
-    return True, False
+    if fits and (prepared.graph.varies or Blocks(plan, prepared.graph).fitting(prepared, need, ranks) is None):
+        return False, True
+    return True, False  # what fits then, if anything
