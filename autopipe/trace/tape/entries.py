@@ -44,9 +44,7 @@ class Entry:
         self.again = False  # it runs on fakes each time
         self.moves = False  # its fakes know their numbers, which a number that changes gives
         self.inner: list[Any] | None = None  # of a function of the user's own: the calls in it
-        self.origin: tuple[Hashable, ...] | None = (
-            None  # what identifies its result, if it depends on nothing but constants
-        )
+        self.origin: tuple[Hashable, ...] | None = None  # identifies its result, if it depends on constants only
         self.buffers: frozenset[str] = frozenset()  # of the model among these constants
         self.num_runs = 0  # of the beginning: recorded runs that began here
         self.call: Running | None = None  # with an ``origin``: how its result is made

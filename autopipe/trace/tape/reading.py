@@ -46,6 +46,7 @@ class Reading:
         self._waiting: list[tuple[Entry | None, Any, Any]] = []
         self._new: list[tuple[Entry, list[tuple[Any, ...]]]] = []  # calls in the graph, and the forms of their results
         self._identities: dict[Hashable, Hashable] = {}  # of values that depend on constants only
+        self._buffers = recorder.faked_model.constant_buffers()
         self._moving: set[Hashable] = set()  # values that a number which changes gives: their fakes know the numbers
 
     def call(self, call: Running) -> Any:
@@ -257,8 +258,8 @@ class Reading:
 
     def _identify(self, entry: Entry, call: Running, changed: Sequence[Tensor]) -> None:
         """Note whether the result of a call is the same in every run, so that Python may keep it for later ones."""
-        memory, buffers = {storage_key(tensor) for tensor in changed}, self.recorder.faked_model.constant_buffers()
-        self.origins.written.update(name for name, buffer in buffers.items() if storage_key(buffer) in memory)
+        memory = {storage_key(tensor) for tensor in changed}
+        self.origins.written.update(n for n, b in self._buffers.items() if memory and storage_key(b) in memory)
         for other, _ in self._new if memory else ():
             if other.origin is not None and any(storage_key(result) in memory for result in other.results):
                 other.origin = None
@@ -279,7 +280,7 @@ class Reading:
         for part in entry.key:
             known = self._identities.get(part, part)
             if isinstance(part, tuple) and len(part) == 2:
-                if part[0] in self.recorder.faked_model.fake and part[0] not in buffers:
+                if part[0] in self.recorder.faked_model.fake and part[0] not in self._buffers:
                     return
                 known = part[1] if part[0] == "kept" else part
             if type(known) in (Value, Lifted):
@@ -287,7 +288,7 @@ class Reading:
             identity.append(known)
         entry.origin, entry.call = tuple(identity), call
         self._identities[self.keys.number(entry.results[0])] = entry.origin
-        self.origins.identify(entry, buffers)
+        self.origins.identify(entry, self._buffers)
 
     def _recall(self, arguments: Any) -> None:
         """Write the calls that made the tensors of earlier runs among the arguments into the graph of this one."""
