@@ -48,7 +48,7 @@ class Blocks:
         stages: dict[str, set[int]] = {path: set() for path in parameters}
         for stage in plan.stages:
             for node in graph.nodes[stage.start : stage.stop]:
-                for path in itertools.accumulate(node.module_path.split("."), "{}.{}".format):
+                for path in _prefixes(node.module_path):
                     if path in calls:
                         calls[path].append((node.kind, node.target.removeprefix(path), node.place))
                         stages[path].add(stage.index)
@@ -78,11 +78,14 @@ class Blocks:
         """
         costs = prepared.profile.at(prepared.plan.microbatch_size).costs
         sizes = [(name, _OF_A_WEIGHT * spec.num_bytes({})) for name, spec in self._graph.parameters.items()]
-        sizes += [(f"{node.module_path}.", costs[node.name].saved_bytes) for node in self._graph.nodes]
+        sizes += [(node.module_path, costs[node.name].saved_bytes) for node in self._graph.nodes]
+        in_blocks, total = dict.fromkeys(self.paths, 0), sum(size for _, size in sizes)
+        for name, size in sizes:
+            for path in in_blocks.keys() & {*_prefixes(name)}:
+                in_blocks[path] += size
         for most in range(max(map(len, self._alone), default=0) - 1, 0, -1):
             paths = self.beyond(most)
-            lost = tuple(f"{path}." for path in paths)
-            share = sum(size for name, size in sizes if not name.startswith(lost)) / sum(size for _, size in sizes)
+            share = 1 - sum(map(in_blocks.__getitem__, paths)) / total
             host, device = (round(share * size * _RESERVE) for size in (need.host_bytes, need.device_bytes))
             part = dataclasses.replace(need, host_bytes=host, device_bytes=device, flops=need.flops * share)
             place = place_of(prepared, part, beside)
@@ -93,6 +96,11 @@ class Blocks:
     def without(self, paths: tuple[str, ...]) -> str:
         """Return how many blocks are compared: ``6 of 48 blocks``."""
         return f"{len(self.paths) - len(paths)} of {len(self.paths)} blocks"
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return itertools.accumulate(path.split("."), "{}.{}".format)
 
 
 @contextmanager

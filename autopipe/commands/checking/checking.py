@@ -134,9 +134,9 @@ def compare_here(prepared: Prepared, wanted: Wanted) -> Compared:
     if lack := _lack_of_python(prepared, wanted):
         return Compared(None, f"not checked: {lack}")
     need = need_of(prepared, wanted.steps)
-    place = place_of(prepared, need)
     if wanted.some_blocks:
         return _compare_some_blocks(prepared, wanted, need, "with the complete model, it does not fit beside the ranks")
+    place = place_of(prepared, need)
     if not place.device:
         return _compare_some_blocks(prepared, wanted, need, f"comparing with plain training needs {place.why}")
     return _compare_in(place, prepared, wanted)

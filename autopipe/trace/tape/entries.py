@@ -80,7 +80,8 @@ class Origins:
         assert entry.origin is not None, "its result is identified"
         names = [part[0] for part in entry.origin if isinstance(part, tuple) and part and part[0] in buffers]
         entry.buffers = frozenset(names).union(*(self._buffers.get(part, ()) for part in entry.origin))
-        self._buffers[entry.origin] = entry.buffers
+        if entry.buffers:
+            self._buffers[entry.origin] = entry.buffers
         self.add(entry.results[0], entry)
 
     def entry(self, value: Tensor) -> Entry | None:
