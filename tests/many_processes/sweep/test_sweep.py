@@ -21,6 +21,7 @@ SHARED = (
     "list = [{ lr = 0.01 }, { lr = 0.001 }, { lr = 0.02 }]\n"
 )
 SWEEP = ("sweep", "sweep.toml", "--sweep-dir", "sweep")
+SLOW, QUICK = "0.1", "0"  # seconds a minibatch: a lease ends in the middle of a job, or the time does not matter
 
 
 def rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,9 +74,13 @@ def kill_one(commands: Commands, *, job: bool) -> None:
     wait_until(killed, 60)
 
 
-def test_jobs_in_leases_have_the_weights_of_training_alone(commands: Commands) -> None:
+def test_jobs_in_leases_have_the_weights_of_training_alone(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_sweep(commands.folder, FOUR, steps=60)
+    monkeypatch.setenv("SWEEP_PAUSE", SLOW)
     document = commands.document(*SWEEP)
+    monkeypatch.setenv("SWEEP_PAUSE", QUICK)
     by_name = rows(document)
     assert len(by_name) == 4
     assert {row["status"] for row in by_name.values()} == {"done"}
@@ -133,13 +138,15 @@ def test_a_killed_process_costs_no_job(commands: Commands, victim: str) -> None:
     assert_gone(everything)
 
 
-def test_a_killed_sweep_goes_on_from_its_checkpoints(commands: Commands) -> None:
-    write_sweep(commands.folder, FOUR, steps=200)  # so many that a job with a checkpoint is not done
+def test_a_killed_sweep_goes_on_from_its_checkpoints(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sweep(commands.folder, FOUR, steps=60)
+    monkeypatch.setenv("SWEEP_PAUSE", SLOW)
     process = started(commands)
     everything = processes_in(commands.folder)
     process.kill()
     process.communicate()
     assert_gone(everything)
+    monkeypatch.setenv("SWEEP_PAUSE", QUICK)
     document = commands.document(*SWEEP, "--resume")
     assert {row["status"] for row in document["jobs"]} == {"done"}
     for row in document["jobs"]:
@@ -150,8 +157,11 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(commands: Commands) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_stopped_sweep_has_checkpoints_and_says_how_to_go_on(commands: Commands, number: signal.Signals) -> None:
-    write_sweep(commands.folder, FOUR, steps=100)
+def test_a_stopped_sweep_has_checkpoints_and_says_how_to_go_on(
+    commands: Commands, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sweep(commands.folder, FOUR, steps=60)
+    monkeypatch.setenv("SWEEP_PAUSE", SLOW)
     process = started(commands)
     everything = processes_in(commands.folder)
     process.send_signal(number)
@@ -159,6 +169,7 @@ def test_a_stopped_sweep_has_checkpoints_and_says_how_to_go_on(commands: Command
     assert process.returncode == 75, err
     assert "next: autopipe sweep sweep.toml --sweep-dir sweep --resume" in err
     assert_gone(everything)
+    monkeypatch.setenv("SWEEP_PAUSE", QUICK)
     document = commands.document(*SWEEP, "--resume")
     assert {row["status"] for row in document["jobs"]} == {"done"}
     assert_as_alone(commands, document["jobs"][0])
@@ -261,8 +272,9 @@ def test_an_evaluation_that_was_lost_is_made_after_the_resume(commands: Commands
     assert happened(again, "started") == [document["jobs"][0]["name"]]
 
 
-def test_a_damaged_checkpoint_costs_a_lease_and_no_job(commands: Commands) -> None:
+def test_a_damaged_checkpoint_costs_a_lease_and_no_job(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sweep(commands.folder, FOUR, steps=60)
+    monkeypatch.setenv("SWEEP_PAUSE", SLOW)
     process = started(commands)
     wait_until(lambda: any(len(list(run.glob("step-*"))) > 1 for run in checkpoints_in(commands.folder)), 60)
     process.kill()
@@ -271,6 +283,7 @@ def test_a_damaged_checkpoint_costs_a_lease_and_no_job(commands: Commands) -> No
     newest = max(damaged.glob("step-*"))
     for file in newest.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
+    monkeypatch.setenv("SWEEP_PAUSE", QUICK)
     document = commands.document(*SWEEP, "--resume")
     assert {row["status"] for row in document["jobs"]} == {"done"}, [row["error"] for row in document["jobs"]]
     for row in document["jobs"]:
