@@ -12,6 +12,7 @@ from autopipe.options.commands import ScriptCommand
 
 from . import launching, options
 from .failures import EndOfScript, Mistyped
+from .running import import_torch
 from .terminal import Terminal
 
 
@@ -91,6 +92,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     With --check, a second process is forked at the first training call. It goes on without stages up to that optimizer
     step, and all weights and standard output are compared. What it would write is kept from the file system.
     """
+    import_torch()
     from autopipe.commands import script as command
 
     launch = launching.settings(given)
@@ -102,6 +104,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
         stages=given["gpus"],
         check=given["check"],
         num_microbatches=given["num_microbatches"] or 1,
+        replicas=given["replicas"],
         timeout=given["timeout"],
         folder=given["stages_dir"],
         quiet=terminal.verbosity < 0,

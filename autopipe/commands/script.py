@@ -28,6 +28,7 @@ def run(
     stages: int | None,
     check: int,
     num_microbatches: int,
+    replicas: str,
     timeout: float,
     folder: Path | None,
     quiet: bool,
@@ -37,21 +38,46 @@ def run(
 
     ``stages``: None: as many as the launcher has started or the hosts have slots, else ``STAGES``. ``check``: optimizer
     steps to compare with the script in a process of its own. ``num_microbatches``: parts into which the batch of each
-    training call is cut. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not
+    training call is cut. ``replicas``: copies of the model, each in stages on its share of the ranks:
+    "auto", "never", or their number. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not
     return.
 
     Raises: RunError if the script cannot be read, or the ranks cannot be started.
     """
+    number = _number_of(replicas)
+    places = _places(launch or LaunchSettings(), stages, timeout)
+    if number > 1:
+        _refuse_replicas(number, places.count, num_microbatches)
     return run_script(
         script,
         words,
-        places=_places(launch or LaunchSettings(), stages, timeout),
+        places=places,
         timeout=timeout,
         folder=folder,
         steps=check,
         parts=num_microbatches,
+        replicas=number,
         quiet=quiet,
     )
+
+
+def _number_of(replicas: str) -> int:
+    """Return a number of replicas; 0 for "auto"."""
+    words = {"auto": 0, "never": 1}
+    if replicas not in words and not (replicas.isdecimal() and int(replicas) > 0):
+        raise RunError(f"--replicas is {replicas!r}", remedy="auto, never, or a number, such as 2")
+    return words[replicas] if replicas in words else int(replicas)
+
+
+def _refuse_replicas(replicas: int, ranks: int, parts: int) -> None:
+    """Refuse replicas that cannot have equal shares of the ranks, or a part of the batch each."""
+    if parts < replicas:
+        raise RunError(
+            f"--replicas {replicas} compute parts of a batch, and it has {parts}",
+            remedy=f"--num-microbatches {replicas}, or more",
+        )
+    if ranks % replicas:
+        raise RunError(f"--replicas {replicas} cannot have equal shares of {ranks} ranks: use a multiple (--gpus)")
 
 
 def _places(launch: LaunchSettings, stages: int | None, timeout: float) -> Places:

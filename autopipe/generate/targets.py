@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from autopipe.errors import TraceError
 
@@ -107,6 +108,7 @@ def callable_text(target: Callable[..., Any], imports: Imports) -> str:
         return f"{place}.{name}"
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         imports.module("torch")
+        _import_definition(target, imports)
         return f"torch.ops.{str(target).replace('::', '.')}"
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and owner.__name__ != "_VariableFunctionsClass":
@@ -123,6 +125,22 @@ def callable_text(target: Callable[..., Any], imports: Imports) -> str:
     if module == "operator" and hasattr(operator, name):
         return f"{imports.module('operator')}.{name}"
     return _imported(target, module, name, imports)
+
+
+def _import_definition(target: torch._ops.OpOverload | torch._ops.OpOverloadPacket, imports: Imports) -> None:
+    """Import the module that defines an operator by ``torch.library.custom_op``: it exists where that has run."""
+    name = str(target).replace(".", "::", 1).removesuffix(".default")
+    definition: Any = OPDEFS.get(name)
+    if definition is None:
+        return
+    module = definition._init_fn.__module__
+    if module == "__main__":
+        raise TraceError(
+            f"the forward calls the operator {name}, which the script itself defines, and the stages do not run it",
+            where=definition._init_fn.__code__.co_filename,
+            remedy="define it in a module that the script imports",
+        )
+    imports.module(module)
 
 
 def _imported(target: Any, module: str, name: str, imports: Imports) -> str:

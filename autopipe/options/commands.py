@@ -267,7 +267,7 @@ class ScriptCommand(HostOptions, total=False):
     """Options of ``autopipe run``."""
 
     gpus: Annotated[
-        int | None, Option("Stages, one process each. [default: as many as the launcher starts, else 2]", common=True)
+        int | None, Option("Ranks, one process each. [default: as many as the launcher starts, else 2]", common=True)
     ]
     check: Annotated[
         int,
@@ -285,6 +285,15 @@ class ScriptCommand(HostOptions, total=False):
             "Parts of the batch of each training call, for overlap. Above 1, not bit-equal to python.",
             common=True,
             metavar="M",
+        ),
+    ]
+    replicas: Annotated[
+        str,
+        Option(
+            "Copies of the model, each in stages on its share of the ranks, for the parts of a batch. auto: the fastest.",
+            common=True,
+            metavar="auto|never|R",
+            default="auto",
         ),
     ]
     timeout: float

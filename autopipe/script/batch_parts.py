@@ -7,7 +7,7 @@ computes ``torch.cat([model(part) for part in parts])``. So all forwards come be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """Cuts the training calls of one controller into ``count`` parts."""
+    """Cuts the training calls of one controller into ``count`` parts.
 
-    def __init__(self, controller: Controller, count: int) -> None:
-        self.controller, self.count = controller, count
+    ``planned``: called with the number of replicas that compute them, before the first part is.
+    """
+
+    def __init__(self, controller: Controller, count: int, planned: Callable[[int], None] | None = None) -> None:
+        self.controller, self.count, self.planned = controller, count, planned
         self.sizes: tuple[int, ...] = ()  # samples of each part of the first call
         self._shown: set[Hashable] = set()  # forms of the call in which the model computes each sample on its own
         self._rows: dict[Hashable, tuple[Any, ...]] = {}  # by form, what each output has for one sample
@@ -50,8 +53,14 @@ class Parts:
         if form not in self._shown:
             self._show(args, kwargs, parts, form)
         self.sizes = self.sizes or parts.sizes
-        sent = [self.controller.forward(own, keywords, grad=True) for own, keywords in parts.parts]
+        count = len(parts.parts)
+        sent = [
+            self.controller.forward(own, keywords, grad=True, part=(number, count))
+            for number, (own, keywords) in enumerate(parts.parts)
+        ]
         complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
+        for entry in complete:  # after all forwards: the last rank waits for them
+            self.controller.bring_outputs(entry)
         self._check_attributes(complete)
         self._check_rows(complete, parts, form)
         return self._joined(complete)
@@ -126,12 +135,13 @@ class Parts:
         sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         lines = [
             f"each training batch is cut into {count} parts of {sizes}: {prediction(controller, count)}",
-            "not bit-equal to python: gradients are sums over parts",
+            f"not bit-equal to python: gradients are sums over {'replicas and ' * bool(controller.order.last_replica)}parts",
         ]
         if any(program.draws for program in controller.programs):
             lines.append("not equal to python: each part draws its random numbers (dropout)")
         norms = batch_norms(controller.model)
         if norms:
             others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-            lines.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part")
+            kept = ", and keeps those of the last replica" if controller.order.last_replica else ""
+            lines.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part{kept}")
         return lines

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopipe.ir.plan import Plan, bytes_by_rank
+from autopipe.ir.plan import Plan
 from autopipe.script import wrappers
 from autopipe.script.batch_parts import Parts
 from autopipe.script.calls.called import Recording
@@ -21,10 +21,12 @@ from autopipe.script.calls.surroundings import buffers_in_place
 from autopipe.script.devices import CPU, device_of, kind_of
 from autopipe.script.holders import Holders
 from autopipe.script.lazy import Lazy, contains_lazy, value_of
-from autopipe.script.rank_locations import Places, files_of
+from autopipe.script.rank_locations import Places
+from autopipe.script.rank_order import RankOrder
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.run_summary import Notes
+from autopipe.script.shipping import Shipping
 from autopipe.script.settings import Regions, autocast_now, settings_now
 from autopipe.script.state import parking, remote
 from autopipe.script.state.remote import plain
@@ -34,9 +36,19 @@ from autopipe.script.state.weights import Gradients, Weights, named_tensors
 class Controller:
     """One model in stages. It starts its ranks, at their places, at the first training call."""
 
-    def __init__(self, model: nn.Module, places: Places, *, timeout: float, folder: Path | None, notes: Notes) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Places,
+        *,
+        timeout: float,
+        folder: Path | None,
+        notes: Notes,
+        replicas: int = 1,
+    ) -> None:
+        """``replicas``: copies of the model that compute parts of a batch; 0: as many as are fastest."""
         self.model, self.places, self.timeout, self.notes = model, places, timeout, notes
-        self.count = count = places.count
+        self.count, self.replicas = places.count, replicas
         self.device = device_of(model)
         self.compiles = wrappers.is_compiled(model)
         self.randomness = Randomness(self.device)
@@ -56,10 +68,9 @@ class Controller:
         self._flags: dict[str, bool] = {}
         self._settings: dict[str, Any] = {}
         self.regions = Regions()
-        self._sent: list[set[str]] = [set() for _ in range(count)]  # tensors that each rank has
-        self._sent_modules: list[set[str]] = [set() for _ in range(count)]
-        self._owned: dict[str, int] = {}
-        self.last_rank = count - 1
+        self._replica_of: dict[int, int] = {}  # call whose backward may come -> the replica that has run its forward
+        self._moved: set[str] = set()  # buffers whose newest values the last replica alone has
+        self.last_rank = self.count - 1
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +84,7 @@ class Controller:
         """Send a command to every rank, whose last argument are the values of those tensors that the rank has."""
         assert self.ranks is not None
         for rank in range(self.count):
-            own = {name: value for name, value in values.items() if name in self._sent[rank]}
+            own = {name: value for name, value in values.items() if name in self.shipping.sent[rank]}
             self.ranks.send(rank, [*command, own])
 
     def ask(self, command: list[Any], *, parks: bool = True) -> list[Any]:
@@ -92,6 +103,7 @@ class Controller:
         calls = [call for call in calls if call not in self._consumed]
         for call in calls:
             self._program_of.pop(call, None)
+            self._replica_of.pop(call, None)
         if keys or calls:
             self.send(["free", keys, calls])
 
@@ -162,8 +174,8 @@ class Controller:
         sent = self.forward(args, kwargs, grad=grad)
         return self._here(args, kwargs) if sent is None else self._outputs(sent, grad=grad)
 
-    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> Sent | None:
-        """Send a forward. None: the call cannot be recorded."""
+    def forward(self, args: Any, kwargs: Any, *, grad: bool, part: tuple[int, int] = (0, 1)) -> Sent | None:
+        """Send a forward. ``part``: of a batch, and their number. None: the call cannot be recorded."""
         followed = self.programs.of(args, kwargs, grad=grad)
         if followed is None:
             return None
@@ -178,19 +190,33 @@ class Controller:
             self.regions.note(call)
         if grad:
             self._program_of[call] = program
+        replica = self.order.replica_of_part(*part)
+        if self._moved and replica != self.order.last_replica:
+            self.send(["share", sorted(self._moved)])
+            self._moved.clear()
         with plain(self.weights.tensors):
-            states = self.randomness.states_of(program, self.count, self.model, called.leaves)
+            states = self.randomness.states_of(program, self.order.num_stages, self.model, called.leaves)
         keys = [self.new_key() for _ in program.recording.outputs]
-        for rank in range(self.count):
-            wanted = {name: called.leaves[name] for name in self._inputs[program.number][rank]}
-            command = ["forward", call, program.number, wanted, states[rank], grad, keys]
+        for stage, rank in enumerate(self.order.ranks_of(replica)):
+            wanted = {name: called.leaves[name] for name in self.shipping.inputs[program.number][stage]}
+            command = ["forward", call, program.number, wanted, states[stage], grad, keys]
             self.ranks.send(rank, command)
+        if grad:
+            self._replica_of[call] = replica
         if program.recording.shared:
             self.shared.update(keys)
-        if program.buffers_written:
+        if program.buffers_written and replica == self.order.last_replica:
             self.weights.moved(program.buffers_written)
+            self._moved.update(program.buffers_written if self.order.last_replica else ())
         self.notes.forward(grad=grad)
-        return Sent(program, call, keys, called)
+        return Sent(program, call, keys, called, replica)
+
+    def bring_outputs(self, sent: Sent) -> None:
+        """Bring the outputs of a call that another replica than the last one computes to the last rank."""
+        assert self.ranks is not None
+        if sent.replica != self.order.last_replica:
+            command = ["outputs_of", sent.call, sent.program.number, sent.replica, sent.keys]
+            self.ranks.send(self.last_rank, command)
 
     def _outputs(self, sent: Sent, *, grad: bool) -> Any:
         values: list[Any] = []
@@ -233,7 +259,8 @@ class Controller:
     def cut(self, recording: Recording, number: int) -> Program:
         """Cut a recording into stages, and send each rank its part. The first one starts the ranks."""
         if self.first is None:
-            plan = plan_of(recording, self.count)
+            parts = 1 if self.parts is None else self.parts.count
+            plan = plan_of(recording, self.count, parts, self.replicas, self.device)
             self._start(plan)
         else:
             assert self.plan is not None
@@ -242,9 +269,9 @@ class Controller:
         program = program_of(recording, number, plan, self.ranks.folder)
         if self.first is None:
             self.first, self.plan = recording, plan
-            self._own(plan)
         self._refuse_other_generators(program)
-        self._ship(program)
+        self.weights.touch(())
+        self.shipping.ship(program)
         return program
 
     def _refuse_other_generators(self, program: Program) -> None:
@@ -261,12 +288,14 @@ class Controller:
             hooks: Any = tensor
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
-        used = bytes_by_rank(plan.stages)
-        needed = [used[rank] for rank in range(self.count)]
-        self.ranks = Ranks(self.places, self.timeout, self.folder, needed, self.device)
+        self.order = RankOrder(self.count, len(plan.stages))
+        needed = [plan.stages[self.order.stage_of(rank)].peak_bytes for rank in range(self.count)]
+        if self.parts is not None and self.parts.planned is not None:
+            self.parts.planned(self.order.num_replicas)
+        self.ranks = Ranks(self.places, self.order, self.timeout, self.folder, needed, self.device)
         self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send, self.scatter)
-        self._inputs: dict[int, list[tuple[str, ...]]] = {}
+        self.shipping = Shipping(self.model, self.weights.tensors, self.ranks, plan, self.compiles)
 
     def _write(self, changed: dict[str, Tensor]) -> None:
         self.regions.changed()
@@ -285,51 +314,9 @@ class Controller:
             self.weights.park()
             parking.defer_moves()
 
-    def _own(self, plan: Any) -> None:
-        for stage in plan.stages:
-            for name in stage.parameters:
-                self._owned.setdefault(name, stage.index)
-        for name in self.weights.tensors:
-            if isinstance(self.weights.tensors[name], nn.Parameter):
-                self._owned.setdefault(name, 0)
-
-    def _ship(self, program: Program) -> None:
-        """Send each rank its part of a program, and the tensors and modules that it does not have yet."""
-        names = {id(tensor): name for name, tensor in self.weights.tensors.items()}
-        forms = program.forms(self.model, names)
-        assert self.ranks is not None
-        ties = [(tie.parameter, (tie.owner, *tie.copies)) for tie in program.plan.ties]
-        unread = [name for name in self._owned if not any(name in form["reads"] for form in forms)]
-        self.weights.touch(())
-        self._inputs[program.number] = []
-        from autopipe.generate.parts import inputs_of_stages
-
-        self._inputs[program.number] = inputs_of_stages(program.recording.graph, program.plan)
-        for rank, form in enumerate(forms):
-            reads = [*form.pop("reads"), *(name for name in unread if self._owned[name] == rank)]
-            for name in reads:
-                self._owned.setdefault(name, rank)
-            new = [name for name in reads if name not in self._sent[rank]]
-            self._sent[rank].update(new)
-            tensors = self.weights.tensors
-            form["tensors"] = {
-                name: (tensors[name], isinstance(tensors[name], nn.Parameter), tensors[name].requires_grad)
-                for name in new
-            }
-            form["owned"] = [name for name in reads if self._owned[name] == rank]
-            form["ties"] = ties
-            modules = form["modules"]
-            form["modules"] = {p: m for p, m in modules.items() if p not in self._sent_modules[rank]}
-            self._sent_modules[rank].update(modules)
-            constants = program.recording.constants
-            form["compiled"] = self.compiles
-            form["placed"] = [name for name, value in constants.items() if value.device.type != CPU.type]
-            form["files"] = files_of(self.ranks.folder / form["folder"]) if self.ranks.needs_files(rank) else {}
-            self.ranks.send(rank, ["program", form])
-
     def forget(self, program: Program) -> None:
         """Let a program go that no later call uses."""
-        del self._inputs[program.number]
+        self.shipping.forget(program)
         self.randomness.forget(program)
         self.send(["forget", program.number])
 
@@ -357,11 +344,17 @@ class Controller:
         self.settle()
         self.weights.push(backward=True)
         self.gradients.push()
+        replicas = sorted({self._replica_of[call] for call in calls})
+        assert self.ranks is not None
+        for rank in range(self.count):
+            is_last, own = rank == self.last_rank, self.order.replica_of(rank)
+            of_rank = [call for call in calls if is_last or self._replica_of[call] == own]
+            self.ranks.send(rank, ["backward", of_rank, root, gradient if is_last else None, retain, serial, replicas])
         if not retain:
             self._consumed.update(calls)
             for call in calls:
                 self._program_of.pop(call, None)
-        self.send(["backward", calls, root, gradient, retain, serial])
+                self._replica_of.pop(call, None)
         self.gradients.moved()
         self.notes.backward()
 

@@ -37,14 +37,24 @@ _CALL = nn.Module.__call__
 class Patches:
     """The replaced functions. They stay for the rest of the process: it runs one script.
 
-    ``places``: of the ranks. ``parts``: of the batch of each training call.
+    ``places``: of the ranks. ``parts``: of the batch of each training call. ``replicas``: that compute
+    them; 0: as many as are fastest.
     ``steps``: of an optimizer, that are compared with those of the script in a process of its own; 0 for none.
     """
 
     def __init__(
-        self, places: Places, *, timeout: float, folder: Path | None, notes: Notes, parts: int = 1, steps: int = 0
+        self,
+        places: Places,
+        *,
+        timeout: float,
+        folder: Path | None,
+        notes: Notes,
+        parts: int = 1,
+        steps: int = 0,
+        replicas: int = 1,
     ) -> None:
         self.places, self.timeout, self.folder, self.notes, self.parts = places, timeout, folder, notes, parts
+        self.replicas = replicas
         self.copies, self.choice = Copies(), Choice()
         self.reference = Reference(steps, notes, self.choice, parts) if steps else None
         self.second: Second | None = None  # in the process that the reference has forked
@@ -114,8 +124,17 @@ class Patches:
             self.second = self.reference.begin(model)
             if self.second is not None:
                 return self.second.first_call(model, args, kwargs, _CALL)
-        controller = Controller(model, self.places, timeout=self.timeout, folder=self.folder, notes=self.notes)
-        controller.parts = Parts(controller, self.parts) if self.parts > 1 else None
+        controller = Controller(
+            model,
+            self.places,
+            timeout=self.timeout,
+            folder=self.folder,
+            notes=self.notes,
+            replicas=self.replicas if self.parts > 1 else 1,
+        )
+        if self.parts > 1:
+            planned = self.reference.planned if self.reference is not None else None
+            controller.parts = Parts(controller, self.parts, planned)
         starting.append(controller)
         result = controller.call(args, kwargs)
         remote.controller = controller

@@ -24,6 +24,7 @@ from autopipe.launch.remote import network
 from autopipe.script.devices import CPU
 from autopipe.script.rank.serve import FILE, LISTEN, LOSES, LOST
 from autopipe.script.rank_locations import Connection, Places
+from autopipe.script.rank_order import RankOrder
 from autopipe.script.refusals import refused
 from autopipe.script.settings import settings_now
 from autopipe.script.wire import GoneError, Wire
@@ -37,6 +38,7 @@ class Ranks:
     def __init__(
         self,
         places: Places,
+        order: RankOrder,
         timeout: float,
         folder: Path | None = None,
         needed_bytes: Sequence[int] = (),
@@ -46,7 +48,7 @@ class Ranks:
 
         ``needed_bytes``: the predicted memory of each rank. ``device``: of the script's model.
         """
-        self.device = device
+        self.device, self.order = device, order
         self.kinds: list[Any] = []  # of the rank's devices
         self.count, self.places, self.timeout = places.count, places, timeout
         self.temporary = folder is None
@@ -71,7 +73,7 @@ class Ranks:
         store = LISTEN if self.places.are_remote else FILE
         for rank in range(self.count):
             local = sum(other.host == self.connections[rank].host for other in self.connections[:rank])
-            place = {"device": self.device.type, "local_rank": local}
+            place = {"device": self.device.type, "local_rank": local, "stages": self.order.num_stages}
             settings = {"path": list(sys.path), "store": store, "address": "", **place, **settings_now()}
             if store == LISTEN:
                 self.send(rank, {**settings, "address": self.places.address})
@@ -161,7 +163,8 @@ class Ranks:
     def _failed(self, rank: int, message: list[str]) -> WorkerError:
         """Return the error for a rank's report: ["error", text, traceback]."""
         what, host = f"a stage failed: {message[1]}", self.connections[rank].host
-        return WorkerError(what, rank=rank, host=host, stage=rank, remote_traceback=message[2])
+        stage = self.order.stage_of(rank)
+        return WorkerError(what, rank=rank, host=host, stage=stage, remote_traceback=message[2])
 
     def send(self, rank: int, command: Any) -> None:
         """Send a command without waiting. Raises: WorkerError, UnsendableError, RefusedError."""

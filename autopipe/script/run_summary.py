@@ -120,8 +120,10 @@ class Notes:
 
     def start(self, controller: Controller) -> None:
         """Name the stages."""
+        stages = counted(len(controller.plan.stages), "stage")
         parts = " | ".join(stage.name for stage in controller.plan.stages)
-        self.say(f"{len(controller.plan.stages)} stages: {parts}")
+        replicas = controller.order.num_replicas
+        self.say(f"{f'{replicas} replicas of ' if replicas > 1 else ''}{stages}: {parts}")
         if controller.compiles:
             self.say("torch.compile: the code of each stage is compiled, on its rank")
         for line in controller.parts.lines() if controller.parts is not None else ():
@@ -187,21 +189,24 @@ def _option_at(where: str) -> str:
 def prediction(controller: Controller, count: int) -> str:
     """Return a sentence about the speed of ``count`` microbatches in stages, compared with one process.
 
-    The slowest forward and the slowest backward set the pace. On this host, the stages share its cores. Each has the
+    The slowest forward and the slowest backward set the pace; with replicas, the planner has predicted it. On this host, the stages share its cores. Each has the
     threads of the script, which uses as many cores by itself.
     """
     stages = controller.plan.stages
     forward = [stage.forward_seconds for stage in stages]
     backward = [stage.backward_seconds for stage in stages]
     one = sum(forward) + sum(backward)
-    seconds = one + (count - 1) * (max(forward) + max(backward))
+    replicas = controller.order.num_replicas
+    pipelined = one + (count - 1) * (max(forward) + max(backward))
+    seconds = pipelined if replicas == 1 else controller.plan.predicted.step_seconds
     cores, threads = usable_cores(), torch.get_num_threads()
     at_a_time = max(cores / threads, 1.0)
     shared = not controller.places.are_remote and count * one / at_a_time > seconds
     faster = at_a_time if shared else count * one / seconds
     if not shared:
         return f"{faster:.2f} times the speed of one process is predicted"
-    why = f"{counted(len(stages), 'stage')} with {counted(threads, 'thread')} each share {counted(cores, 'core')}"
+    ranks = counted(len(stages), "stage") if replicas == 1 else counted(controller.count, "rank")
+    why = f"{ranks} with {counted(threads, 'thread')} each share {counted(cores, 'core')}"
     if faster < _GAIN:
         return f"the speed of one process at most is predicted, because {why}"
     return f"{faster:.2f} times the speed of one process at most is predicted, because {why}"

@@ -130,13 +130,15 @@ def run_script(
     folder: Path | None,
     steps: int,
     parts: int = 1,
+    replicas: int = 1,
     quiet: bool = False,
 ) -> int:
     """Run a script with its arguments, and its model in stages; return its exit code.
 
     ``places``: of the ranks, one for each stage. ``timeout``: seconds that a rank may be silent. ``folder``: where the
     stage files remain. ``steps``: optimizer steps that are compared with the script in a process of its own; 0 for
-    none. ``parts``: into which the batch of each training call is cut.
+    none. ``parts``: into which the batch of each training call is cut. ``replicas``: copies of the model that
+    compute them; 0: as many as are fastest.
 
     Raises: RunError if the file cannot be read, or a host does not fit.
     """
@@ -152,7 +154,9 @@ def run_script(
         notes.say(note)
     if not places.are_remote and places.count > cores:
         notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
-    installed = Patches(places, timeout=timeout, folder=folder, notes=notes, parts=parts, steps=steps)
+    installed = Patches(
+        places, timeout=timeout, folder=folder, notes=notes, parts=parts, steps=steps, replicas=replicas
+    )
     installed.install()
     _leave_the_root_logger()
     code = execute(script, words, text)

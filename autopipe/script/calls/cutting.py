@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.errors import ProfileError, TraceError
+from autopipe.errors import PlanError, ProfileError, TraceError
 from autopipe.generate.parts import divide
 from autopipe.generate.write import generate
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
 from autopipe.measure.estimate import estimate
 from autopipe.planning.api import make_plan
-from autopipe.planning.clusters import this_machine
+from autopipe.planning.clusters import this_machine, usable_gpu_bytes
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
 from autopipe.script.calls.called import Recording
@@ -49,11 +50,38 @@ class _Call:
 _FLOP, _BYTE, _KERNEL = 1 / 2e10, 1 / 5e9, 1e-5
 
 
-def plan_of(recording: Recording, count: int) -> Plan:
-    """Return the planner's cut into ``count`` stages, with times from counted operations.
+def plan_of(
+    recording: Recording, count: int, parts: int = 1, replicas: int = 1, device: torch.device = CPU
+) -> Plan:
+    """Return the planner's cut for ``count`` ranks, with times from counted operations. Ranks are not in the plan.
 
-    Raises: PlanError if the model cannot be cut into as many.
+    ``parts``: of a batch, each of which the recording computes. ``replicas``: copies of the model, each with stages on its
+    share of the ranks; 0: as many as are fastest and fit. ``device``: of the script's model.
+
+    Raises: PlanError if the model cannot be cut into as many stages.
     """
+    profile = _profile_of(recording)
+    cluster = _cluster_of(profile, count, device)
+    always: dict[str, Any] = {"num_ranks": count, "recompute": "never", "exact_ties": "always"}
+    if replicas == 1:
+        return make_plan(profile, cluster, PlanOptions(batch_size=1, num_microbatches=1, **always))
+    plans: list[Plan] = []
+    errors: list[PlanError] = []
+    numbers = [number for number in range(1, min(count, parts) + 1) if count % number == 0]
+    for number in [replicas] if replicas else numbers:
+        own: dict[str, Any] = {"replicas": number, "sharded": number > 1, "schedule": "gpipe"}
+        options = PlanOptions(batch_size=parts, num_microbatches=parts, **own, **always)
+        try:
+            plans.append(make_plan(profile, cluster, options))
+        except PlanError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=lambda plan: plan.predicted.step_seconds)
+
+
+def _profile_of(recording: Recording) -> Profile:
+    """Return a profile of the recording with counted operations."""
     leaves: dict[str, Tensor] = {
         node.name: node.meta["val"] for node in recording.capture.module.graph.nodes if node.op == "placeholder"
     }
@@ -68,9 +96,18 @@ def plan_of(recording: Recording, count: int) -> Plan:
         measurement = _timed(counted.measurements[0])
     except ProfileError:  # a decision on numbers, which tensors without data do not have
         measurement = _by_bytes(recording.graph)
-    profile = Profile(_Call.spec, recording.graph, Device("cpu", "counted", 0), (measurement,), batch_size=1)
-    options = PlanOptions(num_ranks=count, batch_size=1, num_microbatches=1, recompute="never", exact_ties="always")
-    return make_plan(profile, this_machine(count, profile.device, None), options)
+    return Profile(_Call.spec, recording.graph, Device("cpu", "counted", 0), (measurement,), batch_size=1)
+
+
+def _cluster_of(profile: Profile, count: int, device: torch.device) -> Cluster:
+    """Return the ranks of this machine: values travel through the memory of the host on every device."""
+    cluster = this_machine(count, profile.device, None)
+    if device.type == CPU.type:
+        return cluster
+    room = usable_gpu_bytes(torch.cuda.get_device_properties(device).total_memory)
+    return dataclasses.replace(
+        cluster, devices=tuple(dataclasses.replace(entry, memory_bytes=room) for entry in cluster.devices), cores=0.0
+    )
 
 
 def _by_bytes(graph: Graph) -> Measurement:

@@ -48,12 +48,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class Sent:
-    """A forward that was sent to the ranks. ``keys``: of its outputs."""
+    """A forward that was sent to the ranks of a replica. ``keys``: of its outputs."""
 
     program: Program
     call: int
     keys: list[int]
     called: Called
+    replica: int
 
 
 class Programs:

@@ -101,11 +101,16 @@ class Reference:
         elif now - self._progress[1] > _IDLE_SECONDS:
             raise GoneError("it waits for another process or thread")
 
-    def _send(self, batch: Any) -> None:
+    def _send(self, message: Any) -> None:
         try:
-            self._wire.send(batch)
+            self._wire.send(message)
         except GoneError:
             loaders.pass_no_more()
+
+    def planned(self, replicas: int) -> None:
+        """Tell the second process how many replicas of the model compute the parts of a batch."""
+        if not self._ended:
+            self._send({"replicas": replicas})
 
     def _next(self) -> dict[str, Any]:
         """Wait for the next message of the second process, and keep it."""

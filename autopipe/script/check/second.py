@@ -137,6 +137,7 @@ class Second:
     ):
         self.model, self.choice, self.output, self.points, self.last = model, choice, output, points, last
         self.parts = parts
+        self._replicas = 0  # that compute the parts; 0: the first process has not told it yet
         self.steps = 0
         self._inputs = InputsAfterPoint()
         self._thread = threading.get_ident()
@@ -175,7 +176,9 @@ class Second:
         if module is self.model:
             self._inputs.note(args, kwargs)
         if module is self.model and self.parts > 1 and torch.is_grad_enabled():
-            return call_in_parts(functools.partial(call, module), args, kwargs, self.parts)
+            if not self._replicas:
+                self._replicas = self.wire.receive()["replicas"]
+            return call_in_parts(module, functools.partial(call, module), args, kwargs, self.parts, self._replicas)
         return call(module, *args, **kwargs)
 
     def stepped(self, optimizer: Optimizer) -> None:

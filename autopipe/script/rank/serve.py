@@ -32,11 +32,14 @@ from autopipe.script.codec import Value
 from autopipe.script.devices import device_of_rank, kind_of, set_generators
 from autopipe.script.rank.optimizers import RankOptimizers
 from autopipe.script.rank.stages import RankStages
+from autopipe.script.rank_order import RankOrder
 from autopipe.script.settings import set_all
 from autopipe.script.state.scaler import unscaled
 from autopipe.script.wire import GoneError, Wire
 
-_FORWARD, _TAIL, _BACKWARD, _FREE = "forward", "tail", "backward", "free"
+_BACKWARD = "backward"
+_INDEPENDENT = frozenset(("forward", "outputs_of", "tail", "free"))
+"""Commands that depend on no backward before them."""
 FILE, LISTEN = "file", "listen"
 """Where the ranks meet, other than an address: in a file of their folder; or where this rank then listens."""
 MEET_SECONDS = 120.0
@@ -50,13 +53,15 @@ LOSES = "loses"
 class Rank:
     """One rank: its stages, the values of the tail if it is the last one, and the optimizers of its parameters."""
 
-    def __init__(self, wire: Wire, rank: int, count: int, folder: Path | None, timeout: float, store: Any) -> None:
-        self.wire, self.rank, self.last = wire, rank, rank == count - 1
-        self.stages = RankStages(rank, count, folder, timeout, store, wire.device)
+    def __init__(
+        self, wire: Wire, rank: int, order: RankOrder, folder: Path | None, timeout: float, store: Any
+    ) -> None:
+        self.wire, self.rank, self.last = wire, rank, rank == order.num_ranks - 1
+        self.stages = RankStages(rank, order, folder, timeout, store, wire.device)
         self.optimizers = RankOptimizers(self.stages)
         self.values: dict[int, Any] = {}  # of the tail, by number
         self.waiting: deque[list[Any]] = deque()  # backwards
-        self.ahead = count - 1 - rank
+        self.ahead = order.num_stages - 1 - order.stage_of(rank)
 
     def serve(self) -> None:
         """Execute commands until the controller ends the run."""
@@ -68,7 +73,7 @@ class Rank:
                 while len(self.waiting) > self.ahead:
                     self.backward(*self.waiting.popleft())
                 continue
-            if kind not in (_FORWARD, _TAIL, _FREE):
+            if kind not in _INDEPENDENT:
                 while self.waiting:
                     self.backward(*self.waiting.popleft())
             if kind == "end":
@@ -99,6 +104,15 @@ class Rank:
         if self.last:
             self.values.update(zip(keys, outputs, strict=True))
 
+    def outputs_of(self, call: int, program: int, replica: int, keys: list[int]) -> None:
+        """Receive the outputs of a call that another replica has computed. ``keys``: of them."""
+        self.values.update(zip(keys, self.stages.receive_outputs(call, program, replica), strict=True))
+
+    def share(self, names: list[str]) -> None:
+        """Send buffers that the last replica has written to the others."""
+        stages = self.stages
+        stages.replicas.share(stages.tensors, [name for name in names if name in stages.replicas.owners])
+
     def tail(
         self, key: int, kind: str, target: Any, args: Any, kwargs: Any, context: list[Any], keys: list[int]
     ) -> None:
@@ -119,12 +133,14 @@ class Rank:
         else:
             self.values[key] = result
 
-    def backward(self, calls: list[int], root: int, gradient: Any, retain: bool, serial: bool) -> None:
+    def backward(
+        self, calls: list[int], root: int, gradient: Any, retain: bool, serial: bool, replicas: list[int]
+    ) -> None:
         """Run the backward of a loss, on the last rank first, then through the calls, latest first."""
         if self.last:
             given = self.values[gradient] if isinstance(gradient, Value) else gradient
             torch.autograd.backward(self.values[root], given, retain_graph=retain)
-        self.stages.backward(calls, retain, serial)
+        self.stages.backward(calls, retain, serial, replicas)
 
     def free(self, keys: list[int], calls: list[int]) -> None:
         """Drop values that the script has dropped, and calls that no backward can reach."""
@@ -208,6 +224,7 @@ class Rank:
         for name, flag in flags.items():
             if name in self.stages.tensors:
                 self.stages.tensors[name].requires_grad_(flag)
+        self.stages.note_trained()
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -220,12 +237,12 @@ class Rank:
         self.optimizers.forget(number)
 
     def step(self, number: int, groups: Any, scaling: dict[str, Any]) -> None:
-        """Step with the options of the groups at this moment, and send tied parameters to their copies.
+        """Step with the options of the groups at this moment, and send parameters to the other ranks that have them.
 
         ``scaling``: what a GradScaler sets for a fused optimizer.
         """
         self.optimizers.step(number, groups, scaling)
-        self.stages.share_ties()
+        self.stages.share_parameters()
 
     def states(self, number: int) -> None:
         """Reply with the state of an optimizer for the parameters of this rank."""
@@ -271,7 +288,7 @@ def attend(wire: Wire, rank: int, count: int, folder: Path | None, seconds: floa
         wire.device = device_of_rank(settings["device"], rank, settings["local_rank"])
         set_all(settings, wire.device)
         store = _store_of(wire, settings["store"], rank, count, folder, seconds, settings["address"] or address)
-        served = Rank(wire, rank, count, folder, seconds, store)
+        served = Rank(wire, rank, RankOrder(count, settings["stages"]), folder, seconds, store)
         wire.send(["ready", kind_of(wire.device)])
         served.serve()
     except (GoneError, TransportClosed):  # another process has failed

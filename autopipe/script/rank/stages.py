@@ -23,54 +23,11 @@ from autopipe.script.calls.randomness import COUNT
 from autopipe.script.calls.script_functions import define_functions
 from autopipe.script.codec import rebuilt_module
 from autopipe.script.devices import CPU, DEVICE, generators, offset_of, set_generators
+from autopipe.script.rank.replicas import Replicas, channels
+from autopipe.script.rank.stage_program import Arrived, Flight, StageProgram
+from autopipe.script.rank_order import RankOrder
 from autopipe.stage import Container, Stage
 from autopipe.strides import Layout
-
-
-class _Crossing:
-    """A value that crosses between stages, as one rank sees it."""
-
-    def __init__(self, form: tuple[Any, ...]) -> None:
-        index, name, producer, consumers, shape, dtype, grad = form
-        self.index: int = index
-        self.name: str = name
-        self.producer: int = producer
-        self.dtype: torch.dtype = dtype
-        self.grad: bool = grad
-        self.consumers: list[int] = list(consumers)
-        self.layout = Layout(tuple(shape), self.dtype)
-
-    def next(self, stage: int) -> int | None:
-        """The consumer after a stage, from which its gradient arrives; None for the last one."""
-        return next((consumer for consumer in self.consumers if consumer > stage), None)
-
-    def previous(self, stage: int) -> int:
-        """The stage before a consumer, to which it sends the gradient."""
-        return max([self.producer, *(consumer for consumer in self.consumers if consumer < stage)])
-
-
-class _Program:
-    """The stage of this rank for one signature of the call."""
-
-    def __init__(self, stage: Stage, form: dict[str, Any]) -> None:
-        self.stage = stage
-        self.attributes: dict[tuple[str, str], dict[str, Any]] = form["attributes"]
-        self.sends = [_Crossing(entry) for entry in form["sends"]]
-        self.receives = [_Crossing(entry) for entry in form["receives"]]
-        # both ends of a channel see gradients in this order
-        self.crossings = sorted((*self.sends, *self.receives), key=lambda crossing: crossing.index)
-
-
-class _Flight:
-    """A forward that waits for its backward."""
-
-    def __init__(self, program: _Program) -> None:
-        self.program = program
-        self.received: dict[str, Tensor] = {}  # as the operations read them
-        self.gradients: dict[str, Tensor] = {}  # of received values, until they are sent
-        self.sent: dict[str, Tensor] = {}
-        self.outputs: list[Tensor] = []
-        self.leaves: list[Tensor] = []  # what the tail reads in place of the outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +53,28 @@ class _Sums:
 class RankStages:
     """Tensors, modules and programs of one rank.
 
-    ``tensors`` has every parameter and buffer that a stage of this rank reads, by first name. ``owned``: those that no
-    earlier rank has.
+    ``tensors`` has every parameter and buffer that a stage of this rank reads, by first name. ``owned``: those that this
+    rank steps, or has the newest values of.
     """
 
     def __init__(
-        self, rank: int, count: int, folder: Path | None, timeout: float, store: Any, device: torch.device = CPU
+        self, rank: int, order: RankOrder, folder: Path | None, timeout: float, store: Any, device: torch.device = CPU
     ) -> None:
         """``folder``: of the stage files; None: they are sent. ``timeout``: seconds. ``store``: torch's."""
         self.device = device
-        self.rank, self.count, self.folder, self.timeout = rank, count, folder, timeout
+        self.rank, self.order, self.folder, self.timeout = rank, order, folder, timeout
+        self.stage = order.stage_of(rank)
         self.tensors: dict[str, Tensor] = {}
         self.owned: set[str] = set()
         self.modules: dict[str, nn.Module] = {}
         self.ties: list[tuple[str, list[int]]] = []  # parameter, its stages in order
-        self.programs: dict[int, _Program] = {}
-        self.flights: dict[int, _Flight] = {}
+        self.programs: dict[int, StageProgram] = {}
+        self.flights: dict[int, Flight] = {}
+        self.arrived: dict[int, Arrived] = {}
         self._current = -1
-        start_process_group(store, rank, count, timeout_seconds=timeout)
-        pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
-        self.transport = ProcessTransport(
-            [Channel(kind, a, b, a, b) for kind in (ACTIVATION, TIE_VALUE) for a, b in pairs]
-            + [Channel(kind, b, a, b, a) for kind in (GRADIENT, TIE_GRADIENT) for a, b in pairs],
-            timeout_seconds=timeout,
-            store=store,
-            device=device,
-        )
+        start_process_group(store, rank, order.num_ranks, timeout_seconds=timeout)
+        self.transport = ProcessTransport(channels(order), timeout_seconds=timeout, store=store, device=device)
+        self.replicas = Replicas(order, rank, self.transport)
 
     @property
     def owned_parameters(self) -> list[str]:
@@ -139,19 +92,21 @@ class RankStages:
         for name, (tensor, parameter, needs) in form["tensors"].items():
             self.tensors[name] = nn.Parameter(tensor, requires_grad=needs) if parameter else tensor
         self.owned.update(form["owned"])
+        self.replicas.owners.update(form["owners"])
+        self.note_trained()
         self.ties = [(name, list(stages)) for name, stages in form["ties"]]
         for path, module in form["modules"].items():
             self.modules[path] = rebuilt_module(module, self.tensors)
         with self._files(form) as folder:
             define_functions(folder)
-            kind = load_stage(folder, self.rank, graph_digest=form["graph"], plan_digest=form["plan"])
+            kind = load_stage(folder, self.stage, graph_digest=form["graph"], plan_digest=form["plan"])
             kind.SPARE = ()  # state that no call reads stays in ``tensors``
             stage = kind.adopt(self._skeleton(kind, form["names"]), load_constants(folder))
         stage.draw_from_generator()
         stage.place_constants(self.device, form["placed"])
         if form["compiled"]:
             compile_stage(stage)
-        self.programs[form["number"]] = _Program(stage, form)
+        self.programs[form["number"]] = StageProgram(stage, form)
 
     @contextlib.contextmanager
     def _files(self, form: dict[str, Any]) -> Iterator[Path]:
@@ -196,20 +151,32 @@ class RankStages:
             place._buffers[last] = self.tensors[names[name]]
         return root
 
+    def note_trained(self) -> None:
+        """Note which parameters need a gradient now: their replicas exchange gradients from now on."""
+        self.replicas.trained.update(name for name, tensor in self.tensors.items() if tensor.requires_grad)
+
+    def _channel(self, kind: str, source: int, target: int) -> Channel:
+        """Return the channel between two stages of this replica."""
+        first = self.rank - self.stage
+        return Channel(kind, source, target, first + source, first + target)
+
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, call: int, number: int, inputs: dict[str, Tensor], state: Any, grad: bool) -> list[Tensor]:
-        """Run a forward; return its outputs on the last rank, as leaves if a backward may follow."""
+        """Run a forward; return its outputs on the last rank, as leaves if a backward may follow.
+
+        Another rank sends outputs of its replica to the last rank.
+        """
         program = self.programs[number]
         if number != self._current:
             self._current = number
             for (path, below), attributes in program.attributes.items():
                 vars(self.modules[path].get_submodule(below)).update(attributes)
-        flight = _Flight(program)
+        flight = Flight(program)
         arguments = [inputs[name] for name in program.stage.INPUTS]
         pending = []
         for crossing in program.receives:
-            channel = Channel(ACTIVATION, crossing.producer, self.rank, crossing.producer, self.rank)
+            channel = self._channel(ACTIVATION, crossing.producer, self.stage)
             pending.append((crossing, self.transport.receive_message(channel, [crossing.layout])[0]))
         for crossing, arriving in pending:
             value = arriving.wait()
@@ -225,16 +192,26 @@ class RankStages:
         for crossing, value in zip(program.sends, results, strict=False):
             flight.sent[crossing.name] = value
             for consumer in crossing.consumers:
-                channel = Channel(ACTIVATION, self.rank, consumer, self.rank, consumer)
+                channel = self._channel(ACTIVATION, self.stage, consumer)
                 self.transport.send_message(channel, [value.detach()], [crossing.layout])
         outputs = results[len(program.sends) :]
         if grad:
             self.flights[call] = flight
             flight.outputs = outputs
+        if outputs and self.rank != self.order.num_ranks - 1:
+            self.replicas.send_outputs(outputs, program.outputs)
+        elif grad:
             flight.leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
-            # the script may change an output in place, which no leaf allows
-            return [leaf.clone() if leaf.requires_grad else leaf for leaf in flight.leaves]
+            return _read_by_tail(flight.leaves)
         return outputs
+
+    def receive_outputs(self, call: int, number: int, replica: int) -> list[Tensor]:
+        """Return the outputs of a call that another replica has computed, as leaves."""
+        program = self.programs[number]
+        values = self.replicas.receive_outputs(replica, program.outputs)
+        leaves = [value.requires_grad_(grad) for value, grad in zip(values, program.need_gradients, strict=True)]
+        self.arrived[call] = Arrived(replica, program, leaves)
+        return _read_by_tail(leaves)
 
     def _check_draws(self, state: dict[str, Any]) -> None:
         """Raise WorkerError if the stage has consumed other numbers of the generator than the script's GPU would."""
@@ -244,30 +221,38 @@ class RankStages:
                 f"the forward drew {count} random numbers on {self.device}, and {state[COUNT]} on the script's device"
             )
 
-    def backward(self, calls: list[int], retain: bool, serial: bool) -> None:
+    def backward(self, calls: list[int], retain: bool, serial: bool, replicas: list[int]) -> None:
         """Run the backwards of calls, latest first, and add their gradients in the order of one backward.
 
         Autograd adds each use of a parameter in turn. Several calls run in one backward of this rank, too, unless the
         gradients of tied parameters travel between the ranks call by call. ``serial``: see
-        ``script.calls.parameter_uses``.
+        ``script.calls.parameter_uses``. ``replicas``: those that run calls of this backward.
         """
+        for call in [call for call in calls if call in self.arrived]:
+            arrived = self.arrived[call] if retain else self.arrived.pop(call)
+            self.replicas.send_gradients(arrived.replica, arrived.leaves, arrived.program.outputs)
+            for leaf in arrived.leaves:
+                leaf.grad = None
+        own = [call for call in calls if call in self.flights]
         before: dict[str, Tensor] = {}
-        if len(calls) > 1:  # autograd adds the gradients of all calls before it adds them to ``grad``
+        if len(calls) > 1 or self.replicas.others:  # autograd adds those of all calls before it adds them to ``grad``
             for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     before[name], tensor.grad = tensor.grad, None
-        flights = [self.flights[call] if retain else self.flights.pop(call) for call in calls]
+        flights = [self.flights[call] if retain else self.flights.pop(call) for call in own]
         groups = [[flight] for flight in flights] if self.ties else [flights]
         for position, group in enumerate(groups):
             sums = _Sums(len(groups) > 1, serial, first=position == 0, last=position == len(groups) - 1)
             self._backward(group, retain, sums)
+        if self.replicas.others:
+            self.replicas.add_up(self.tensors, replicas)
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
                 gradient.add_(tensor.grad)
             tensor.grad = gradient
 
-    def _backward(self, flights: list[_Flight], retain: bool, sums: _Sums) -> None:
+    def _backward(self, flights: list[Flight], retain: bool, sums: _Sums) -> None:
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
 
@@ -281,22 +266,27 @@ class RankStages:
                 add(tensor, tensor.grad)
                 tensor.grad = None
         for flight in flights:
-            for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
-                add(output, leaf.grad)
-                leaf.grad = None
+            if flight.leaves:
+                for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
+                    add(output, leaf.grad)
+                    leaf.grad = None
+            elif flight.outputs:
+                arriving = self.replicas.receive_gradients(flight.program.outputs)
+                for output, gradient in zip(flight.outputs, arriving, strict=True):
+                    add(output, gradient)
             for crossing in flight.program.crossings:
-                after = crossing.next(self.rank)
+                after = crossing.next(self.stage)
                 if crossing.grad and after is not None:
                     values = flight.sent if crossing.name in flight.sent else flight.received
                     add(values[crossing.name], self._receive(GRADIENT, after, crossing.layout))
         for name, stages in self.ties:
-            tied = self.tensors[name] if self.rank in stages else None
+            tied = self.tensors[name] if self.stage in stages else None
             if tied is None or not tied.requires_grad:
                 continue
             layout = Layout(tuple(tied.shape), tied.dtype)
-            if self.rank != stages[-1]:
-                gradient = self._receive(TIE_GRADIENT, stages[stages.index(self.rank) + 1], layout)
-                if sums.several and not sums.serial and gradient is not None and self.rank == stages[0]:
+            if self.stage != stages[-1]:
+                gradient = self._receive(TIE_GRADIENT, stages[stages.index(self.stage) + 1], layout)
+                if sums.several and not sums.serial and gradient is not None and self.stage == stages[0]:
                     tied.grad = gradient if tied.grad is None else tied.grad + gradient
                 else:
                     add(tied, gradient)
@@ -308,44 +298,53 @@ class RankStages:
             for crossing in flight.program.receives:
                 if crossing.grad:
                     value, gradient = flight.received[crossing.name], flight.gradients.pop(crossing.name, None)
-                    self._send(GRADIENT, crossing.previous(self.rank), value, gradient, crossing.layout)
+                    self._send(GRADIENT, crossing.previous(self.stage), value, gradient, crossing.layout)
         for name, stages in self.ties:
-            tied = self.tensors[name] if self.rank in stages[1:] else None
+            tied = self.tensors[name] if self.stage in stages[1:] else None
             if tied is not None and tied.requires_grad:
-                before = stages[stages.index(self.rank) - 1]
+                before = stages[stages.index(self.stage) - 1]
                 self._send(TIE_GRADIENT, before, tied, tied.grad, Layout(tuple(tied.shape), tied.dtype))
                 tied.grad = None
-            elif sums.serial and not sums.last and self.rank == stages[0] and self.tensors[name].requires_grad:
+            elif sums.serial and not sums.last and self.stage == stages[0] and self.tensors[name].requires_grad:
                 tied = self.tensors[name]
                 self._send(TIE_VALUE, stages[-1], tied, tied.grad, Layout(tuple(tied.shape), tied.dtype))
                 tied.grad = None
 
     def _receive(self, kind: str, source: int, layout: Layout) -> Tensor | None:
-        channel = Channel(kind, source, self.rank, source, self.rank)
+        channel = self._channel(kind, source, self.stage)
         gradient = self.transport.receive_message(channel, [layout])[0].wait()
         return None if is_absent(gradient) else gradient
 
     def _send(self, kind: str, target: int, value: Tensor, gradient: Tensor | None, layout: Layout) -> None:
         gradient = absent(value.detach()) if gradient is None else gradient
-        self.transport.send_message(Channel(kind, self.rank, target, self.rank, target), [gradient], [layout])
+        self.transport.send_message(self._channel(kind, self.stage, target), [gradient], [layout])
 
     def drop(self, calls: list[int]) -> None:
         """Forget calls that no backward can reach."""
         for call in calls:
             self.flights.pop(call, None)
+            self.arrived.pop(call, None)
 
-    def share_ties(self) -> None:
-        """Send the values of tied parameters from their owners to the copies."""
+    def share_parameters(self) -> None:
+        """Send the values of parameters from their owners to other replicas, then those of tied ones to the copies."""
+        if self.replicas.others:
+            names = [name for name in self.replicas.owners if name in self.replicas.trained]
+            self.replicas.share(self.tensors, names)
         for name, stages in self.ties:
-            if self.rank not in stages:
+            if self.stage not in stages:
                 continue
             tensor = self.tensors[name]
             layout = Layout(tuple(tensor.shape), tensor.dtype)
-            if self.rank == stages[0]:
+            if self.stage == stages[0]:
                 for copy in stages[1:]:
-                    channel = Channel(TIE_VALUE, self.rank, copy, self.rank, copy)
+                    channel = self._channel(TIE_VALUE, self.stage, copy)
                     self.transport.send_message(channel, [tensor.detach().clone()], [layout])
             else:
-                channel = Channel(TIE_VALUE, stages[0], self.rank, stages[0], self.rank)
+                channel = self._channel(TIE_VALUE, stages[0], self.stage)
                 with torch.no_grad():
                     tensor.copy_(self.transport.receive_message(channel, [layout])[0].wait())
+
+
+def _read_by_tail(leaves: list[Tensor]) -> list[Tensor]:
+    """Return what the tail reads: the script may change an output in place, which no leaf allows."""
+    return [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]

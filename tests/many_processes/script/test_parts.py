@@ -60,7 +60,7 @@ def one_model(body: str, folder: Path, *, arguments: str = "torch.randn(8, 4)", 
 )
 def test_parts_are_those_of_plain_torch(stages: int, parts: int, words: tuple[str, ...], tmp_path: Path) -> None:
     plain = by_python(SCRIPT, *words, "--cut", str(parts), folder=tmp_path / "plain")
-    cut = ("--num-microbatches", str(parts))
+    cut = ("--num-microbatches", str(parts), "--replicas", "never")
     staged = in_stages(SCRIPT, *words, folder=tmp_path / "staged", stages=stages, options=cut)
     assert plain.code == 0, plain.errors
     assert staged.code == 0, staged.errors
@@ -68,6 +68,29 @@ def test_parts_are_those_of_plain_torch(stages: int, parts: int, words: tuple[st
     assert equal(tmp_path / "plain", tmp_path / "staged")
     uncut = by_python(SCRIPT, *words, folder=tmp_path / "uncut")
     assert uncut.output != plain.output  # dropout and batch norm differ: the comparison sees the cut
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts", "replicas", "words"),
+    [
+        (2, 4, 2, ()),
+        (2, 3, 2, ("--loss", "contrastive", "--samples", "7")),
+        (4, 2, 2, ("--accumulate", "2", "--loss", "ignored", "--samples", "9")),
+        pytest.param(4, 4, 4, ("--samples", "6"), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_are_copies_of_plain_torch(
+    ranks: int, parts: int, replicas: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    cut = ("--cut", str(parts), "--replicas", str(replicas))
+    plain = by_python(SCRIPT, *words, *cut, folder=tmp_path / "plain")
+    options = ("--num-microbatches", str(parts), "--replicas", str(replicas))
+    staged = in_stages(SCRIPT, *words, folder=tmp_path / "staged", stages=ranks, options=options)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert f"{replicas} replicas of {'1 stage' if replicas == ranks else '2 stages'}: " in staged.errors
+    assert staged.output == plain.output
+    assert equal(tmp_path / "plain", tmp_path / "staged")
 
 
 def test_the_first_lines_say_what_is_cut_and_what_differs(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""One model, one batch for each step, and a loss over all of it. ``--cut M``: in plain torch, on M parts, joined."""
+"""One model, one batch for each step, and a loss over all of it.
+
+``--cut M``: in plain torch, on M parts, joined. ``--replicas R``: gradients are added first over the parts of each of R
+copies of the model, of which the last one keeps the running statistics.
+"""
 
 import argparse
 
@@ -20,10 +24,21 @@ class Tagger(nn.Module):
         return {"tags": self.tag(x).flatten(0, 1), "value": self.value(x).squeeze(-1), "number": 3}
 
 
-def cut(model, tokens, parts):
+def cut(model, tokens, parts, replicas):
     if parts == 1 or not torch.is_grad_enabled():
         return model(tokens)
-    outputs = [model(part) for part in tokens.tensor_split(min(parts, len(tokens)))]
+    pieces = tokens.tensor_split(min(parts, len(tokens)))
+    if replicas == 1:
+        outputs = [model(piece) for piece in pieces]
+    else:
+        chosen = [replicas - 1 - (len(pieces) - 1 - i) * replicas // len(pieces) for i in range(len(pieces))]
+        outputs, copies = [], {}
+        for piece, replica in zip(pieces, chosen):
+            if replica not in copies:
+                copies[replica] = {name: p.view_as(p) for name, p in model.named_parameters()}
+                if replica < replicas - 1:
+                    copies[replica].update({name: b.clone() for name, b in model.named_buffers()})
+            outputs.append(torch.func.functional_call(model, copies[replica], (piece,)))
     joined = {name: torch.cat([output[name] for output in outputs]) for name in ("tags", "value")}
     return {**joined, "number": outputs[0]["number"]}
 
@@ -36,6 +51,7 @@ def contrastive(value):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cut", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--loss", choices=["mean", "ignored", "contrastive"], default="mean")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -51,7 +67,7 @@ def main():
             tokens, targets = torch.randint(20, (samples, 6)), torch.randint(20, (samples, 6))
             if options.loss == "ignored":
                 targets[torch.rand(samples, 6) < 0.5] = -100
-            output = cut(model, tokens, options.cut)
+            output = cut(model, tokens, options.cut, options.replicas)
             loss = F.cross_entropy(output["tags"], targets.flatten()) + output["value"].pow(2).mean()
             if options.loss == "contrastive":
                 loss = loss + contrastive(output["value"])
@@ -61,7 +77,7 @@ def main():
         print(step, repr(loss.item()), int(right), tuple(output["tags"].shape), output["number"])
         model.eval()
         with torch.no_grad():
-            print(repr(cut(model, tokens, options.cut)["value"].sum().item()))
+            print(repr(cut(model, tokens, options.cut, options.replicas)["value"].sum().item()))
         model.train()
     torch.save(model.state_dict(), "batches.pt")
 
