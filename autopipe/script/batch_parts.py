@@ -53,11 +53,11 @@ class Parts:
         if form not in self._shown:
             self._show(args, kwargs, parts, form)
         self.sizes = self.sizes or parts.sizes
-        count = len(parts.parts)
-        sent = [
-            self.controller.forward(own, keywords, grad=True, part=(number, count))
-            for number, (own, keywords) in enumerate(parts.parts)
-        ]
+        sent = []
+        for number, (own, keywords) in enumerate(parts.parts):
+            self.controller.regions.end()  # each part casts the weights for itself
+            sent.append(self.controller.forward(own, keywords, grad=True, part=(number, len(parts.parts))))
+        self.controller.regions.end()
         complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
         for entry in complete:  # after all forwards: the last rank waits for them
             self.controller.bring_outputs(entry)

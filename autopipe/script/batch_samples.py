@@ -14,9 +14,8 @@ Batch norm in training mode mixes samples by its definition. Its layers use thei
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch.utils import _pytree as pytree
 
 from autopipe.bits import same_bits
 from autopipe.script.devices import CPU, generators, moved, set_generators
-from autopipe.script.rank_order import RankOrder
 from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
 
@@ -245,48 +243,3 @@ def cut(args: Any, kwargs: Any, count: int) -> Cut:
         parts.append(pytree.tree_unflatten(values, form))
     sizes = tuple(samples // count + (i < samples % count) for i in range(count))
     return Cut(sizes, tuple(parts), divided)
-
-
-def joined(outputs: list[Any]) -> Any:
-    """Return one output for the outputs of parts: tensors joined along dimension 0, other values of the first part."""
-    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
-    values = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return pytree.tree_unflatten(values, pytree.tree_structure(outputs[0]))
-
-
-def call_in_parts(
-    model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, count: int, replicas: int
-) -> Any:
-    """Call a model on each part, in order, and join. What ``--num-microbatches`` computes, in one process.
-
-    ``replicas``: copies of the model, of which each computes parts next to each other. Its gradients are added first.
-    """
-    parts = cut(args, kwargs, count).parts
-    order = RankOrder(replicas, 1)
-    outputs = []
-    for replica, own in itertools.groupby(enumerate(parts), lambda entry: order.replica_of_part(entry[0], len(parts))):
-        with as_replica(model, is_last=replica == order.last_replica) if replicas > 1 else contextlib.nullcontext():
-            outputs += [call(*positional, **keywords) for _, (positional, keywords) in own]
-    return joined(outputs)
-
-
-@contextlib.contextmanager
-def as_replica(model: nn.Module, *, is_last: bool) -> Iterator[None]:
-    """Give a model views of its parameters inside; and copies of its buffers, unless it is the last replica."""
-    values: dict[int, Tensor] = {id(p): p.view_as(p) for p in model.parameters()}
-    if not is_last:
-        values |= {id(buffer): buffer.clone() for buffer in model.buffers()}
-    changed: list[tuple[Any, Any, Any]] = []  # container, key, what it had
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            changed += [(tensors, name, own) for name, own in tensors.items() if id(own) in values]
-        weights = vars(module).get("_flat_weights")  # of torch's recurrent layers
-        if weights is not None:
-            changed += [(weights, place, own) for place, own in enumerate(weights) if id(own) in values]
-    for container, key, own in changed:
-        container[key] = values[id(own)]
-    try:
-        yield
-    finally:
-        for container, key, own in changed:
-            container[key] = own

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.bits import bytes_of
-from autopipe.script.batch_samples import call_in_parts
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
+from autopipe.script.joined_parts import call_in_parts
 from autopipe.script.lazy import contains_lazy
 from autopipe.script.model_detection import Choice, leaves_of, names_of
 from autopipe.script.refusals import script_place
