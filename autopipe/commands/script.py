@@ -38,9 +38,8 @@ def run(
 
     ``stages``: None: as many as the launcher has started or the hosts have slots, else ``STAGES``. ``check``: optimizer
     steps to compare with the script in a process of its own. ``num_microbatches``: parts into which the batch of each
-    training call is cut. ``replicas``: copies of the model, each in stages on its share of the ranks:
-    "auto", "never", or their number. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not
-    return.
+    training call is cut. ``replicas``: copies of the model, each in stages on its share of the ranks: "auto", "never",
+    or their number. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not return.
 
     Raises: RunError if the script cannot be read, or the ranks cannot be started.
     """
@@ -71,9 +70,9 @@ def _number_of(replicas: str) -> int:
 
 def _refuse_replicas(replicas: int, ranks: int, parts: int) -> None:
     """Refuse replicas that cannot have equal shares of the ranks, or a part of the batch each."""
-    if parts < replicas:
+    if 1 < parts < replicas:
         raise RunError(
-            f"--replicas {replicas} compute parts of a batch, and it has {parts}",
+            f"--replicas {replicas} compute parts of each batch, and --num-microbatches is {parts}",
             remedy=f"--num-microbatches {replicas}, or more",
         )
     if ranks % replicas:

@@ -290,7 +290,8 @@ class ScriptCommand(HostOptions, total=False):
     replicas: Annotated[
         str,
         Option(
-            "Copies of the model, each in stages on its share of the ranks, for the parts of a batch. auto: the fastest.",
+            "Copies of the model, each with its share of the ranks, for the parts of a batch or the script's own "
+            "microbatches. auto: the fastest with --num-microbatches, else one.",
             common=True,
             metavar="auto|never|R",
             default="auto",

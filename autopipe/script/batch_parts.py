@@ -131,17 +131,17 @@ class Parts:
     def lines(self) -> list[str]:
         """Return what to say at the start: the parts, the speed, and what is not bit-equal."""
         controller = self.controller
-        count = len(self.sizes)
+        count, are_replicas = len(self.sizes), controller.order.last_replica > 0
         sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         lines = [
             f"each training batch is cut into {count} parts of {sizes}: {prediction(controller, count)}",
-            f"not bit-equal to python: gradients are sums over {'replicas and ' * bool(controller.order.last_replica)}parts",
+            f"not bit-equal to python: gradients are sums over {'replicas and ' if are_replicas else ''}parts",
         ]
         if any(program.draws for program in controller.programs):
             lines.append("not equal to python: each part draws its random numbers (dropout)")
         norms = batch_norms(controller.model)
         if norms:
             others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-            kept = ", and keeps those of the last replica" if controller.order.last_replica else ""
+            kept = ", and keeps those of the last replica" if are_replicas else ""
             lines.append(f"not equal to python: batch norm ({norms[0]}{others}) uses the statistics of each part{kept}")
         return lines

@@ -26,11 +26,12 @@ from autopipe.script.rank_order import RankOrder
 from autopipe.script.ranks import Ranks
 from autopipe.script.refusals import place, refused
 from autopipe.script.run_summary import Notes
-from autopipe.script.shipping import Shipping
 from autopipe.script.settings import Regions, autocast_now, settings_now
+from autopipe.script.shipping import Shipping
 from autopipe.script.state import parking, remote
 from autopipe.script.state.remote import plain
 from autopipe.script.state.weights import Gradients, Weights, named_tensors
+from autopipe.script.units import Units
 
 
 class Controller:
@@ -64,11 +65,9 @@ class Controller:
         self._key = 0
         self.holders = Holders()
         self._consumed: set[int] = set()  # calls whose backward has been queued
-        self._program_of: dict[int, Program] = {}  # call whose backward may come -> its program
         self._flags: dict[str, bool] = {}
         self._settings: dict[str, Any] = {}
         self.regions = Regions()
-        self._replica_of: dict[int, int] = {}  # call whose backward may come -> the replica that has run its forward
         self._moved: set[str] = set()  # buffers whose newest values the last replica alone has
         self.last_rank = self.count - 1
 
@@ -101,9 +100,7 @@ class Controller:
     def _free(self) -> None:
         keys, calls = self.holders.take()
         calls = [call for call in calls if call not in self._consumed]
-        for call in calls:
-            self._program_of.pop(call, None)
-            self._replica_of.pop(call, None)
+        self.units.forget(calls)
         if keys or calls:
             self.send(["free", keys, calls])
 
@@ -158,6 +155,8 @@ class Controller:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Return the outputs of the model as lazy tensors."""
         grad = torch.is_grad_enabled()
+        if self.ranks is not None:
+            self.units.begin_call()
         if grad and any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))):
             raise refused("an input of the model needs a gradient")
         if self.ranks is not None and (place_now := next(self.model.parameters()).device) != self.device:
@@ -172,9 +171,12 @@ class Controller:
             if result is not NotImplemented:
                 return result
         sent = self.forward(args, kwargs, grad=grad)
-        return self._here(args, kwargs) if sent is None else self._outputs(sent, grad=grad)
+        if sent is None:
+            return self._here(args, kwargs)
+        self.bring_outputs(sent)
+        return self._outputs(sent, grad=grad)
 
-    def forward(self, args: Any, kwargs: Any, *, grad: bool, part: tuple[int, int] = (0, 1)) -> Sent | None:
+    def forward(self, args: Any, kwargs: Any, *, grad: bool, part: tuple[int, int] | None = None) -> Sent | None:
         """Send a forward. ``part``: of a batch, and their number. None: the call cannot be recorded."""
         followed = self.programs.of(args, kwargs, grad=grad)
         if followed is None:
@@ -188,9 +190,7 @@ class Controller:
         call = self.new_key()
         if grad and any(cache for _, _, cache in self.autocast_now()):
             self.regions.note(call)
-        if grad:
-            self._program_of[call] = program
-        replica = self.order.replica_of_part(*part)
+        replica = self.units.replica_for(program, part, grad=grad)
         if self._moved and replica != self.order.last_replica:
             self.send(["share", sorted(self._moved)])
             self._moved.clear()
@@ -202,7 +202,7 @@ class Controller:
             command = ["forward", call, program.number, wanted, states[stage], grad, keys]
             self.ranks.send(rank, command)
         if grad:
-            self._replica_of[call] = replica
+            self.units.note(call, program, replica, is_part=part is not None)
         if program.recording.shared:
             self.shared.update(keys)
         if program.buffers_written and replica == self.order.last_replica:
@@ -245,6 +245,12 @@ class Controller:
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by first name."""
         return self.weights.tensors if self.ranks is not None else named_tensors(self.model)
+
+    @property
+    def bytes_of_stage(self) -> int:
+        """The bytes of the parameters of the largest stage."""
+        tensors = self.weights.tensors
+        return max(sum(tensors[name].nbytes for name in stage.parameters) for stage in self.plan.stages)
 
     def check_tensors(self) -> None:
         """Refuse parameters and buffers that were not there at the start."""
@@ -289,6 +295,7 @@ class Controller:
             if hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None):
                 raise refused(f"{name} has a hook, which would not run on its rank")
         self.order = RankOrder(self.count, len(plan.stages))
+        self.units = Units(self.order)
         needed = [plan.stages[self.order.stage_of(rank)].peak_bytes for rank in range(self.count)]
         if self.parts is not None and self.parts.planned is not None:
             self.parts.planned(self.order.num_replicas)
@@ -339,22 +346,15 @@ class Controller:
         again = [call for call in calls if call in self._consumed]
         if again:
             raise refused("a second backward through one call of the model, without retain_graph=True before")
-        serial = len(calls) > 1 and any(self._program_of[call].serial for call in calls)
+        serial = self.units.is_serial(calls)
         self.regions.backward(calls, retain=retain)
         self.settle()
         self.weights.push(backward=True)
         self.gradients.push()
-        replicas = sorted({self._replica_of[call] for call in calls})
-        assert self.ranks is not None
-        for rank in range(self.count):
-            is_last, own = rank == self.last_rank, self.order.replica_of(rank)
-            of_rank = [call for call in calls if is_last or self._replica_of[call] == own]
-            self.ranks.send(rank, ["backward", of_rank, root, gradient if is_last else None, retain, serial, replicas])
+        self.send(["backward", self.units.of(calls), root, gradient, retain, serial])
         if not retain:
             self._consumed.update(calls)
-            for call in calls:
-                self._program_of.pop(call, None)
-                self._replica_of.pop(call, None)
+            self.units.forget(calls)
         self.gradients.moved()
         self.notes.backward()
 
@@ -368,6 +368,7 @@ class Controller:
     def after_step(self) -> None:
         """Note that the weights on the ranks are newer."""
         self.steps += 1
+        self.units.begin_step()
         self.regions.changed()
         self.weights.moved()
         self.notes.step(self)

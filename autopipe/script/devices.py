@@ -18,6 +18,8 @@ from autopipe.script.refusals import refused
 CPU = torch.device("cpu")
 HOST, DEVICE = "host", "device"
 """Where a value is, in a message."""
+COUNT = "count"
+"""In the states of generators: how many numbers a GPU's will give."""
 
 
 def device_of(model: nn.Module) -> torch.device:

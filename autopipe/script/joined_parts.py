@@ -1,4 +1,4 @@
-"""What ``--num-microbatches`` computes, in one process: a call of the model on each part of a batch, and their outputs joined.
+"""What ``--num-microbatches`` computes, in one process: calls of the model on the parts of a batch, joined.
 
 Each part has its own cache of weights that autocast has cast. With replicas, the gradients of the parts of one replica
 are added first, then those sums, the last replica's first.
@@ -21,9 +21,7 @@ from autopipe.script.rank_order import RankOrder
 _backward = torch.autograd.backward  # torch's own, also where a script's is another one
 
 
-def call_in_parts(
-    model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, count: int, replicas: int
-) -> Any:
+def call_in_parts(model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, count: int, replicas: int) -> Any:
     """Call a model on each part, in order, and join. ``replicas``: of the model, each with its share of the parts."""
     parts = cut(args, kwargs, count).parts
     order = RankOrder(replicas, 1)
@@ -70,7 +68,10 @@ def _by_replica(model: nn.Module, call: Callable[..., Any], parts: list[Any], *,
 
     tensors = iter(_Replica.apply(compute, own, *parameters))  # type: ignore[no-untyped-call]
     ((form, leaves),) = forms
-    return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+    outputs: list[Any] = pytree.tree_unflatten(
+        [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
+    )
+    return outputs
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ class Patches:
             timeout=self.timeout,
             folder=self.folder,
             notes=self.notes,
-            replicas=self.replicas if self.parts > 1 else 1,
+            replicas=self.replicas if self.replicas or self.parts > 1 else 1,
         )
         if self.parts > 1:
             planned = self.reference.planned if self.reference is not None else None

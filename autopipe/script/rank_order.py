@@ -1,8 +1,10 @@
-"""``RankOrder``: which rank runs which stage of which replica. ::
+"""``RankOrder``: which rank runs which stage of which replica.
 
-    rank     0        1        2        3
-    stage    0        1        0        1
-    replica  0        0        1        1   (the last one: it also runs whole calls, and its last rank the tail)
+::
+
+rank     0        1        2        3
+stage    0        1        0        1
+replica  0        0        1        1   (the last one: it also runs whole calls, and its last rank the tail)
 """
 
 from __future__ import annotations
@@ -44,5 +46,5 @@ class RankOrder:
         return range(self.rank_of(replica, 0), self.rank_of(replica + 1, 0))
 
     def replica_of_part(self, part: int, count: int) -> int:
-        """Return the replica that computes a part of a batch in ``count`` parts: contiguous shares, the last one first."""
+        """Return the replica of a part of a batch in ``count`` parts: shares of parts next to each other, in order."""
         return self.last_replica - (count - 1 - part) * self.num_replicas // count

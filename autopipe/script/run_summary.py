@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ import torch
 
 from autopipe.cores import usable_cores
 from autopipe.errors import counted
+from autopipe.ir.plan import Stage
+from autopipe.planning.clusters import HOST_BANDWIDTH
 from autopipe.units import in_seconds
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _GAIN = 1.005  # what is shown as more than 1.00
+_WORTH = 1.1  # times faster, for another option to be named
 
 
 class Notes:
@@ -100,19 +103,21 @@ class Notes:
         self._pending.clear()
 
     def _report(self, count: int, reads: Counter[str], controller: Controller) -> None:
-        if len(controller.plan.stages) == 1:
+        if controller.count == 1:
             self.say("one stage: no overlap")
             return
+        ranks = "replicas" if controller.order.last_replica else "stages"
         if count == 1:
             self.say(
-                "no overlap between stages, and training is not faster: each optimizer step has one backward. "
-                "For overlap: accumulation in the script, or --num-microbatches 4"
+                f"no overlap between {ranks}, and training is not faster: each optimizer step has one backward. "
+                f"For overlap: accumulation in the script, or --num-microbatches {max(controller.count, 4)}"
             )
             return
         if reads:
             places = ", ".join(_read_at(where, times) for where, times in reads.most_common(3))
+            what = "forwards do not overlap" if controller.order.last_replica else "no overlap between stages"
             self.say(
-                f"no overlap between stages: numbers are read between the {count} microbatches of a step at {places}. "
+                f"{what}: numbers are read between the {count} microbatches of a step at {places}. "
                 f"Without that, {prediction(controller, count)}"
             )
             return
@@ -187,26 +192,43 @@ def _option_at(where: str) -> str:
 
 
 def prediction(controller: Controller, count: int) -> str:
-    """Return a sentence about the speed of ``count`` microbatches in stages, compared with one process.
+    """Return a sentence about the speed of ``count`` microbatches on the ranks, compared with one process.
 
-    The slowest forward and the slowest backward set the pace; with replicas, the planner has predicted it. On this host, the stages share its cores. Each has the
+    The slowest forward and the slowest backward set the pace. On this host, the ranks share its cores. Each has the
     threads of the script, which uses as many cores by itself.
     """
-    stages = controller.plan.stages
-    forward = [stage.forward_seconds for stage in stages]
-    backward = [stage.backward_seconds for stage in stages]
-    one = sum(forward) + sum(backward)
-    replicas = controller.order.num_replicas
-    pipelined = one + (count - 1) * (max(forward) + max(backward))
-    seconds = pipelined if replicas == 1 else controller.plan.predicted.step_seconds
+    stages, replicas = controller.plan.stages, controller.order.num_replicas
+    one = sum(stage.seconds for stage in stages)
+    seconds = _seconds(stages, count, replicas, controller.bytes_of_stage)
     cores, threads = usable_cores(), torch.get_num_threads()
     at_a_time = max(cores / threads, 1.0)
     shared = not controller.places.are_remote and count * one / at_a_time > seconds
     faster = at_a_time if shared else count * one / seconds
     if not shared:
-        return f"{faster:.2f} times the speed of one process is predicted"
+        return f"{faster:.2f} times the speed of one process is predicted{_more_replicas(controller, count, faster)}"
     ranks = counted(len(stages), "stage") if replicas == 1 else counted(controller.count, "rank")
     why = f"{ranks} with {counted(threads, 'thread')} each share {counted(cores, 'core')}"
     if faster < _GAIN:
         return f"the speed of one process at most is predicted, because {why}"
     return f"{faster:.2f} times the speed of one process at most is predicted, because {why}"
+
+
+def _seconds(stages: Sequence[Stage], count: int, replicas: int, num_bytes: int) -> float:
+    """Return the seconds of microbatches in stages, and of the exchange of gradients and weights by replicas."""
+    slowest = max(stage.forward_seconds for stage in stages) + max(stage.backward_seconds for stage in stages)
+    exchanged = 2 * num_bytes * (replicas - 1) / replicas
+    passes = sum(stage.seconds for stage in stages) + (-(-count // replicas) - 1) * slowest
+    return passes + exchanged / HOST_BANDWIDTH
+
+
+def _more_replicas(controller: Controller, count: int, faster: float) -> str:
+    """Return what replicas of the whole model in place of stages would give, for a script that accumulates."""
+    stages, ranks = controller.plan.stages, controller.count
+    if controller.parts is not None or len(stages) == 1 or any(p.buffers_written for p in controller.programs):
+        return ""
+    one = sum(stage.seconds for stage in stages)
+    exchanged = 2 * controller.bytes_of_stage * len(stages) * (ranks - 1) / ranks / HOST_BANDWIDTH
+    replicated = count * one / (-(-count // ranks) * one + exchanged)
+    if replicated < _WORTH * faster:
+        return ""
+    return f"; {replicated:.2f} times with --replicas {ranks}, if each rank has memory for the model"

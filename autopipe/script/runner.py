@@ -153,7 +153,7 @@ def run_script(
     for note in places.check():
         notes.say(note)
     if not places.are_remote and places.count > cores:
-        notes.say(f"{counted(places.count, 'stage')} on {counted(cores, 'core')}: they take turns, and are not faster")
+        notes.say(f"{counted(places.count, 'rank')} on {counted(cores, 'core')}: they take turns, and are not faster")
     installed = Patches(
         places, timeout=timeout, folder=folder, notes=notes, parts=parts, steps=steps, replicas=replicas
     )

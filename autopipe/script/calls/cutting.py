@@ -23,7 +23,7 @@ from autopipe.planning.clusters import this_machine, usable_gpu_bytes
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.options import PlanOptions
 from autopipe.script.calls.called import Recording
-from autopipe.script.calls.parameter_uses import is_serial
+from autopipe.script.calls.parameter_uses import is_serial, used_often
 from autopipe.script.calls.script_functions import write_functions
 from autopipe.script.devices import CPU
 
@@ -50,13 +50,11 @@ class _Call:
 _FLOP, _BYTE, _KERNEL = 1 / 2e10, 1 / 5e9, 1e-5
 
 
-def plan_of(
-    recording: Recording, count: int, parts: int = 1, replicas: int = 1, device: torch.device = CPU
-) -> Plan:
+def plan_of(recording: Recording, count: int, parts: int = 1, replicas: int = 1, device: torch.device = CPU) -> Plan:
     """Return the planner's cut for ``count`` ranks, with times from counted operations. Ranks are not in the plan.
 
-    ``parts``: of a batch, each of which the recording computes. ``replicas``: copies of the model, each with stages on its
-    share of the ranks; 0: as many as are fastest and fit. ``device``: of the script's model.
+    ``parts``: of a batch, each of which the recording computes. ``replicas``: copies of the model, each with its share
+    of the ranks; 0: as many as are fastest and fit. ``device``: of the script's model.
 
     Raises: PlanError if the model cannot be cut into as many stages.
     """
@@ -70,7 +68,8 @@ def plan_of(
     numbers = [number for number in range(1, min(count, parts) + 1) if count % number == 0]
     for number in [replicas] if replicas else numbers:
         own: dict[str, Any] = {"replicas": number, "sharded": number > 1, "schedule": "gpipe"}
-        options = PlanOptions(batch_size=parts, num_microbatches=parts, **own, **always)
+        count_of_parts = max(parts, number)  # without parts, replicas compute the script's calls in turn
+        options = PlanOptions(batch_size=count_of_parts, num_microbatches=count_of_parts, **own, **always)
         try:
             plans.append(make_plan(profile, cluster, options))
         except PlanError as error:
@@ -152,7 +151,8 @@ class Program:
     folder: str  # of the stage files, inside the folder of the run
     draws: tuple[Draw, ...]  # in the order of the forward
     buffers_written: frozenset[str]
-    serial: bool  # see ``uses``
+    serial: bool  # see ``parameter_uses``
+    uses_often: str  # a parameter that a call may use several times
 
     def forms(self, model: nn.Module, names: dict[int, str]) -> list[dict[str, Any]]:
         """Return what each rank gets of the program, without tensors. ``names``: as for ``module_form``.
@@ -229,7 +229,7 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
         if _draws_by_values(draw.node, recording):
             raise TraceError(f"{draw.node.name} draws as many random numbers as its values demand")
     written = frozenset(buffer for node in graph.nodes for buffer in node.buffers_written)
-    return Program(number, recording, plan, name, draws, written, is_serial(graph, plan))
+    return Program(number, recording, plan, name, draws, written, is_serial(graph, plan), used_often(graph))
 
 
 def _refuse_host_values(recording: Recording, plan: Plan) -> None:

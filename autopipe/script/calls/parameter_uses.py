@@ -23,6 +23,14 @@ _FUNCTIONS = frozenset(
 )
 
 
+def used_often(graph: Graph) -> str:
+    """Return the name of a trained parameter that a call may use several times; "" if none is known to be."""
+    uses: Counter[str] = Counter()
+    for node in graph.nodes:
+        uses.update({graph.aliases.get(name, name): 1 if _uses_once(node) else 2 for name in node.parameters})
+    return next((name for name, count in uses.items() if count > 1 and graph.parameters[name].requires_grad), "")
+
+
 def is_serial(graph: Graph, plan: Plan) -> bool:
     """Return whether the calls of one backward must wait for each other, so that gradients are added as python does.
 

@@ -11,14 +11,12 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autopipe.script.calls.cutting import Draw, Program
-from autopipe.script.devices import DEVICE, HOST, advanced, generators, moved, offset_of, set_generators
+from autopipe.script.devices import COUNT, DEVICE, HOST, advanced, generators, moved, offset_of, set_generators
 from autopipe.script.refusals import refused
 from autopipe.trace.graph.replay import context_of
 
 States = dict[str, Any]
 """The states of generators by place, and under COUNT the numbers that a GPU's will give."""
-
-COUNT = "count"
 
 
 class Randomness:

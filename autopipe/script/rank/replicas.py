@@ -1,18 +1,23 @@
 """What the replicas of a model exchange: outputs and their gradients, sums of gradients, and new values.
 
-Every parameter of a stage belongs to one of its replicas. That one adds the gradients of all replicas, the last one's
-first, keeps the sum, steps the parameter, and sends its new value to the others.
+Every parameter of a stage belongs to one of its replicas. That one adds the gradients of all, keeps the sum, steps the
+parameter, and sends its new value to the others. A *unit* is what one replica computes of one call of the model by the
+script: the whole call, or parts of its batch next to each other. Its gradients are added first; then the units of a
+backward, the latest first. So a backward of one call that is not cut gives the gradients of one process, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from autopipe.ir.messages import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.transport.absent import absent, is_absent
+from autopipe.runtime.transport.base import Pending
 from autopipe.runtime.transport.distributed import ProcessTransport
 from autopipe.script.rank_order import RankOrder
 from autopipe.strides import Layout
@@ -42,6 +47,10 @@ def _between(order: RankOrder, kind: str, stage: int, source: int, target: int) 
     return Channel(kind, stage, stage, order.rank_of(source, stage), order.rank_of(target, stage))
 
 
+_MOST_SUMS = 2
+"""Backwards by replicas whose gradients may wait to be added, in memory."""
+
+
 class Replicas:
     """One rank's exchange with the other replicas of its stage."""
 
@@ -51,6 +60,7 @@ class Replicas:
         self.others = [replica for replica in range(order.num_replicas) if replica != self.own]
         self.owners: dict[str, int] = {}  # tensor of the stage -> its replica
         self.trained: set[str] = set()  # parameters that have needed a gradient
+        self._sums: deque[list[Callable[[], dict[str, Tensor]]]] = deque()  # of backwards, to be added
 
     def _to(self, kind: str, replica: int) -> Channel:
         return _between(self.order, kind, self.stage, self.own, replica)
@@ -74,35 +84,57 @@ class Replicas:
 
     def receive_gradients(self, layouts: Sequence[Layout]) -> list[Tensor | None]:
         """Wait for the gradients of the outputs of a call."""
-        return self._arriving(self._from(GRADIENT, self.order.last_replica), layouts)
+        posted = self.transport.receive_message(self._from(GRADIENT, self.order.last_replica), layouts)
+        return [None if is_absent(gradient := value.wait()) else gradient for value in posted]
 
-    def _arriving(self, channel: Channel, layouts: Sequence[Layout]) -> list[Tensor | None]:
-        values = [value.wait() for value in self.transport.receive_message(channel, layouts)]
-        return [None if is_absent(value) else value for value in values]
+    def give(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Send the gradients that one unit has computed to the owners of the parameters; return those of this replica.
 
-    def add_up(self, tensors: Mapping[str, Tensor], computed: Sequence[int]) -> None:
-        """Leave in each parameter of this replica the sum of its gradients, the last replica's first, and none in others.
-
-        ``computed``: the replicas that have gradients, ascending.
+        None is left in the parameters.
         """
         names = [name for name in self.owners if name in self.trained]
-        own = {name: tensors[name].grad for name in names}
-        for name in names:
+        own = {name: gradient for name in names if (gradient := tensors[name].grad) is not None}
+        for name in own:
             tensors[name].grad = None
-        for replica in self.others if self.own in computed else ():
+        for replica in self.others:
             sent = [name for name in names if self.owners[name] == replica]
-            gradients = [absent(tensors[name].detach()) if own[name] is None else own[name] for name in sent]
+            gradients = [own[name] if name in own else absent(tensors[name].detach()) for name in sent]
             self._send(self._to(GRADIENT, replica), gradients, [tensors[name] for name in sent])
-        mine = [name for name in names if self.owners[name] == self.own]
-        layouts = _layouts([tensors[name] for name in mine])
-        for replica in reversed(computed):
+        return {name: gradient for name, gradient in own.items() if self.owners[name] == self.own}
+
+    def add_later(self, tensors: Mapping[str, Tensor], own: Sequence[dict[str, Tensor]], units: Sequence[int]) -> None:
+        """Add gradients to those of this replica's parameters when ``settle`` is called, or some backwards later.
+
+        ``units``: the replicas that compute the units of one backward, in the order in which they are added. ``own``:
+        what this replica has computed of them.
+        """
+        mine = [name for name in self.owners if name in self.trained and self.owners[name] == self.own]
+        layouts, given = _layouts([tensors[name] for name in mine]), iter(own)
+        sums: list[Callable[[], dict[str, Tensor]]] = []
+        for replica in units if mine else ():
             if replica == self.own:
-                gradients = [own[name] for name in mine]
+                sums.append(functools.partial(next, given))
             else:
-                gradients = self._arriving(self._from(GRADIENT, replica), layouts) if mine else []
-            for name, gradient in zip(mine, gradients, strict=True):
-                total = tensors[name].grad
-                tensors[name].grad = total if gradient is None else gradient if total is None else total + gradient
+                posted = self.transport.receive_message(self._from(GRADIENT, replica), layouts)
+                sums.append(functools.partial(_arrived, mine, posted))
+        self._sums.append(sums)
+        while len(self._sums) > _MOST_SUMS * self.order.num_replicas:
+            self._add(tensors, self._sums.popleft())
+
+    def settle(self, tensors: Mapping[str, Tensor]) -> None:
+        """Wait for the gradients of the backwards so far."""
+        while self._sums:
+            self._add(tensors, self._sums.popleft())
+
+    def _add(self, tensors: Mapping[str, Tensor], sums: list[Callable[[], dict[str, Tensor]]]) -> None:
+        """Add the sum of the units of one backward, as autograd does."""
+        total: dict[str, Tensor] = {}
+        for gradients in sums:
+            for name, gradient in gradients().items():
+                total[name] = total[name] + gradient if name in total else gradient
+        for name, gradient in total.items():
+            before = tensors[name].grad
+            tensors[name].grad = gradient if before is None else before.add_(gradient)
 
     def share(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Send the values of tensors from the replica that has the newest to all others."""
@@ -121,6 +153,11 @@ class Replicas:
     def _send(self, channel: Channel, values: Sequence[Tensor], like: Sequence[Tensor]) -> None:
         if values:
             self.transport.send_message(channel, values, _layouts(like))
+
+
+def _arrived(names: Sequence[str], posted: Sequence[Pending]) -> dict[str, Tensor]:
+    values = zip(names, (value.wait() for value in posted), strict=True)
+    return {name: value for name, value in values if not is_absent(value)}
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[Layout]:

@@ -37,9 +37,13 @@ from autopipe.script.settings import set_all
 from autopipe.script.state.scaler import unscaled
 from autopipe.script.wire import GoneError, Wire
 
-_BACKWARD = "backward"
-_INDEPENDENT = frozenset(("forward", "outputs_of", "tail", "free"))
+_BACKWARD, _FORWARD, _OUTPUTS_OF = "backward", "forward", "outputs_of"
+_INDEPENDENT = frozenset((_FORWARD, _OUTPUTS_OF, "tail", "free"))
 """Commands that depend on no backward before them."""
+_MAY_FOLLOW = (_INDEPENDENT | {_BACKWARD}) - {_FORWARD}
+"""Commands that a forward behind them does not depend on."""
+_READS = frozenset(("wall", "fetch", "describe"))
+"""Commands that depend on no gradient."""
 FILE, LISTEN = "file", "listen"
 """Where the ranks meet, other than an address: in a file of their folder; or where this rank then listens."""
 MEET_SECONDS = 120.0
@@ -61,13 +65,13 @@ class Rank:
         self.optimizers = RankOptimizers(self.stages)
         self.values: dict[int, Any] = {}  # of the tail, by number
         self.waiting: deque[list[Any]] = deque()  # backwards
+        self._commands: deque[list[Any]] = deque()  # that were read before their turn
         self.ahead = order.num_stages - 1 - order.stage_of(rank)
 
     def serve(self) -> None:
         """Execute commands until the controller ends the run."""
         while True:
-            command = self.wire.receive()
-            kind, *rest = command
+            kind, *rest = self._next()
             if kind == _BACKWARD:
                 self.waiting.append(rest)
                 while len(self.waiting) > self.ahead:
@@ -76,10 +80,24 @@ class Rank:
             if kind not in _INDEPENDENT:
                 while self.waiting:
                     self.backward(*self.waiting.popleft())
+                if kind not in _READS:
+                    self.stages.replicas.settle(self.stages.tensors)
             if kind == "end":
                 self.stages.close()
                 return
             getattr(self, kind)(*rest)
+
+    def _next(self) -> list[Any]:
+        """Return the next command; a forward before outputs of another rank that would be waited for."""
+        commands = self._commands
+        if not commands:
+            commands.append(self.wire.receive())
+        if commands[0][0] == _OUTPUTS_OF and not self.stages.flights:
+            while commands[-1][0] in _MAY_FOLLOW and self.wire.ready():
+                commands.append(self.wire.receive())
+            if commands[-1][0] == _FORWARD:
+                return commands.pop()
+        return commands.popleft()
 
     def wall(self) -> None:
         """Do nothing: ``serve`` has executed what waited."""
@@ -134,13 +152,13 @@ class Rank:
             self.values[key] = result
 
     def backward(
-        self, calls: list[int], root: int, gradient: Any, retain: bool, serial: bool, replicas: list[int]
+        self, units: list[tuple[int, list[int]]], root: int, gradient: Any, retain: bool, serial: bool
     ) -> None:
         """Run the backward of a loss, on the last rank first, then through the calls, latest first."""
         if self.last:
             given = self.values[gradient] if isinstance(gradient, Value) else gradient
             torch.autograd.backward(self.values[root], given, retain_graph=retain)
-        self.stages.backward(calls, retain, serial, replicas)
+        self.stages.backward(units, retain, serial)
 
     def free(self, keys: list[int], calls: list[int]) -> None:
         """Drop values that the script has dropped, and calls that no backward can reach."""

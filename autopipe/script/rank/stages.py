@@ -19,10 +19,9 @@ from autopipe.runtime.compiled import compile_stage
 from autopipe.runtime.leaf_alias import readable
 from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
-from autopipe.script.calls.randomness import COUNT
 from autopipe.script.calls.script_functions import define_functions
 from autopipe.script.codec import rebuilt_module
-from autopipe.script.devices import CPU, DEVICE, generators, offset_of, set_generators
+from autopipe.script.devices import COUNT, CPU, DEVICE, generators, offset_of, set_generators
 from autopipe.script.rank.replicas import Replicas, channels
 from autopipe.script.rank.stage_program import Arrived, Flight, StageProgram
 from autopipe.script.rank_order import RankOrder
@@ -53,8 +52,8 @@ class _Sums:
 class RankStages:
     """Tensors, modules and programs of one rank.
 
-    ``tensors`` has every parameter and buffer that a stage of this rank reads, by first name. ``owned``: those that this
-    rank steps, or has the newest values of.
+    ``tensors`` has every parameter and buffer that a stage of this rank reads, by first name. ``owned``: those that
+    this rank steps, or has the newest values of.
     """
 
     def __init__(
@@ -221,36 +220,47 @@ class RankStages:
                 f"the forward drew {count} random numbers on {self.device}, and {state[COUNT]} on the script's device"
             )
 
-    def backward(self, calls: list[int], retain: bool, serial: bool, replicas: list[int]) -> None:
+    def backward(self, units: list[tuple[int, list[int]]], retain: bool, serial: bool) -> None:
         """Run the backwards of calls, latest first, and add their gradients in the order of one backward.
 
-        Autograd adds each use of a parameter in turn. Several calls run in one backward of this rank, too, unless the
-        gradients of tied parameters travel between the ranks call by call. ``serial``: see
-        ``script.calls.parameter_uses``. ``replicas``: those that run calls of this backward.
+        ``units``: replica and calls of each unit (``rank.replicas``); without other replicas, all calls are one.
+        ``serial``: see ``script.calls.parameter_uses``.
         """
-        for call in [call for call in calls if call in self.arrived]:
-            arrived = self.arrived[call] if retain else self.arrived.pop(call)
-            self.replicas.send_gradients(arrived.replica, arrived.leaves, arrived.program.outputs)
-            for leaf in arrived.leaves:
-                leaf.grad = None
-        own = [call for call in calls if call in self.flights]
+        for _, calls in units:
+            for call in [call for call in calls if call in self.arrived]:
+                arrived = self.arrived[call] if retain else self.arrived.pop(call)
+                self.replicas.send_gradients(arrived.replica, arrived.leaves, arrived.program.outputs)
+                for leaf in arrived.leaves:
+                    leaf.grad = None
         before: dict[str, Tensor] = {}
-        if len(calls) > 1 or self.replicas.others:  # autograd adds those of all calls before it adds them to ``grad``
+        # autograd adds the gradients of all calls before it adds them to ``grad``
+        if self.replicas.others or len(units[0][1]) > 1:
             for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     before[name], tensor.grad = tensor.grad, None
-        flights = [self.flights[call] if retain else self.flights.pop(call) for call in own]
-        groups = [[flight] for flight in flights] if self.ties else [flights]
-        for position, group in enumerate(groups):
-            sums = _Sums(len(groups) > 1, serial, first=position == 0, last=position == len(groups) - 1)
-            self._backward(group, retain, sums)
-        if self.replicas.others:
-            self.replicas.add_up(self.tensors, replicas)
+        given = []
+        for _, calls in [unit for unit in units if unit[0] == self.replicas.own]:
+            self._unit([self.flights[call] if retain else self.flights.pop(call) for call in calls], retain, serial)
+            if self.replicas.others:
+                given.append(self.replicas.give(self.tensors))
         for name, gradient in before.items():
             tensor = self.tensors[name]
             if tensor.grad is not None:
                 gradient.add_(tensor.grad)
             tensor.grad = gradient
+        if self.replicas.others:
+            self.replicas.add_later(self.tensors, given, [replica for replica, _ in units])
+
+    def _unit(self, flights: list[Flight], retain: bool, serial: bool) -> None:
+        """Run the backwards of the calls of a unit.
+
+        Autograd adds each use of a parameter in turn. So they run in one backward of this rank, too, unless the
+        gradients of tied parameters travel between the ranks call by call.
+        """
+        groups = [[flight] for flight in flights] if self.ties else [flights]
+        for position, group in enumerate(groups):
+            sums = _Sums(len(groups) > 1, serial, first=position == 0, last=position == len(groups) - 1)
+            self._backward(group, retain, sums)
 
     def _backward(self, flights: list[Flight], retain: bool, sums: _Sums) -> None:
         roots: list[Tensor] = []

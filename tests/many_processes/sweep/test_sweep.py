@@ -74,9 +74,7 @@ def kill_one(commands: Commands, *, job: bool) -> None:
     wait_until(killed, 60)
 
 
-def test_jobs_in_leases_have_the_weights_of_training_alone(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_in_leases_have_the_weights_of_training_alone(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sweep(commands.folder, FOUR, steps=60)
     monkeypatch.setenv("SWEEP_PAUSE", SLOW)
     document = commands.document(*SWEEP)

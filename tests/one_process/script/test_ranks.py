@@ -15,6 +15,7 @@ from autopipe.errors import WorkerError
 from autopipe.script import ranks as ranks_of_a_run
 from autopipe.script.rank.serve import LOSES, at_sigterm
 from autopipe.script.rank_locations import Connection
+from autopipe.script.rank_order import RankOrder
 from autopipe.script.ranks import Ranks
 from autopipe.script.wire import Wire
 
@@ -27,6 +28,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, list[Wire]]]
     monkeypatch.setattr(ranks_of_a_run, "_CAUSE_SECONDS", 0.3)
     sockets = [socket.socketpair() for _ in range(COUNT)]
     ranks = Ranks.__new__(Ranks)
+    ranks.order = RankOrder(COUNT, COUNT)
     ranks.count, ranks.owner, ranks.timeout = COUNT, os.getpid(), 60.0
     ranks._waiting_since, ranks._waited, ranks._losing = 0.0, 0, {}
     ranks.connections = [Connection(here, None, f"host{rank}") for rank, (here, _) in enumerate(sockets)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopipe.script.batch_parts import Parts
+from autopipe.script.rank_order import RankOrder
 from autopipe.script.run_summary import Notes
 
 Lines = Any
@@ -39,10 +40,14 @@ class Controller:
     """What the notes read of a controller."""
 
     parts = None
+    count = 2
+    order = RankOrder(2, 2)
+    bytes_of_stage = 0
+    programs: tuple[Any, ...] = ()
     places = SimpleNamespace(are_remote=False)
 
     class plan:
-        stages = [SimpleNamespace(forward_seconds=1.0, backward_seconds=2.0)] * 2
+        stages = [SimpleNamespace(forward_seconds=1.0, backward_seconds=2.0, seconds=3.0)] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +69,11 @@ def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> No
 @pytest.mark.parametrize(
     ("threads", "predicted"),
     [
-        (2, "1.60 times the speed of one process is predicted"),
+        (
+            2,
+            "1.60 times the speed of one process is predicted; 2.00 times with --replicas 2, if each rank has memory "
+            "for the model",
+        ),
         (3, "1.33 times the speed of one process at most is predicted, because 2 stages with 3 threads each share"),
         (4, "the speed of one process at most is predicted, because 2 stages with 4 threads each share"),
     ],
@@ -105,10 +114,9 @@ def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
 
 def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.script.batch_parts.batch_norms", lambda model: [])
-    controller = SimpleNamespace(
-        plan=Controller.plan, places=Controller.places, programs=[SimpleNamespace(draws=())], model=None
-    )
-    parts = Parts(controller, 4)  # type: ignore[arg-type]
+    controller: Any = Controller()
+    controller.programs, controller.model = [SimpleNamespace(draws=())], None
+    controller.parts = parts = Parts(controller, 4)
     for sizes, shown in (((2, 2, 2, 2), "2"), ((3, 3, 2, 2), "2 to 3")):
         parts.sizes = sizes
         assert parts.lines() == [

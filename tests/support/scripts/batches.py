@@ -33,7 +33,7 @@ def cut(model, tokens, parts, replicas):
     else:
         chosen = [replicas - 1 - (len(pieces) - 1 - i) * replicas // len(pieces) for i in range(len(pieces))]
         outputs, copies = [], {}
-        for piece, replica in zip(pieces, chosen):
+        for piece, replica in zip(pieces, chosen, strict=True):
             if replica not in copies:
                 copies[replica] = {name: p.view_as(p) for name, p in model.named_parameters()}
                 if replica < replicas - 1:

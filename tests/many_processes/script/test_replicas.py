@@ -1,0 +1,99 @@
+"""``autopipe run --replicas``: the microbatches of a script on copies of its model, bit for bit as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.script_runs import SCRIPTS, by_python, in_stages
+
+SCRIPT = SCRIPTS / "calls" / "accumulating.py"
+
+
+def equal(left: Path, right: Path) -> bool:
+    a, b = (torch.load(folder / "accumulating.pt", weights_only=True) for folder in (left, right))
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "words"),
+    [
+        (2, 2, ()),
+        (3, 3, ("--read", "--freeze")),
+        (4, 2, ("--samples", "3")),
+        pytest.param(4, 4, ("--norm",), marks=pytest.mark.slow),
+        (2, 2, ("--norm", "--read")),
+        pytest.param(2, 2, ("--cast",), marks=pytest.mark.slow),
+    ],
+)
+def test_every_number_is_that_of_one_process(ranks: int, replicas: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    plain = by_python(SCRIPT, *words, folder=tmp_path / "plain")
+    options = ("--replicas", str(replicas))
+    staged = in_stages(SCRIPT, *words, folder=tmp_path / "staged", stages=ranks, options=options)
+    assert plain.code == 0, plain.errors
+    assert staged.code == 0, staged.errors
+    assert f"{replicas} replicas of {'1 stage' if replicas == ranks else '2 stages'}: " in staged.errors
+    assert staged.output == plain.output
+    assert equal(tmp_path / "plain", tmp_path / "staged")
+    overlap = "forwards do not overlap: numbers are read" if "--read" in words else "overlap from the script's accum"
+    assert overlap in staged.errors
+
+
+def test_two_calls_in_one_backward_are_equal_or_refused(tmp_path: Path) -> None:
+    options = ("--replicas", "2")
+    refused = in_stages(SCRIPT, "--together", folder=tmp_path / "often", options=options)
+    assert refused.code == 1
+    assert "one backward through two calls of the model, each of which uses" in refused.errors
+    assert "try: --replicas never, or a backward for each call" in refused.errors
+    plain = by_python(SCRIPT, "--together", "--once", folder=tmp_path / "plain")
+    staged = in_stages(SCRIPT, "--together", "--once", folder=tmp_path / "staged", options=options)
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+    assert equal(tmp_path / "plain", tmp_path / "staged")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--replicas", "many"), "--replicas is 'many'"),
+        (("--replicas", "0"), "--replicas is '0'"),
+        (("--replicas", "3"), "--replicas 3 cannot have equal shares of 2 ranks"),
+        (("--replicas", "2", "--num-microbatches", "1"), ""),
+        (("--replicas", "4", "--num-microbatches", "2"), "compute parts of each batch, and --num-microbatches is 2"),
+    ],
+)
+def test_a_number_that_cannot_be_is_an_error(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    staged = in_stages(SCRIPT, folder=tmp_path, options=options)
+    assert staged.code == (1 if message else 0)
+    assert message in staged.errors
+
+
+def test_an_operator_of_a_module_of_the_script_is_imported_by_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "operators.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('operators::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return 2 * x\n"
+        "@twice.register_fake\ndef _(x):\n    return torch.empty_like(x)\n"
+        "twice.register_autograd(lambda ctx, g: torch.ops.operators.twice(g))\n"
+    )
+    body = (
+        "import torch, sys\nfrom torch import nn\ntorch.manual_seed(0)\n{operator}"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n        return self.two(torch.ops.operators.twice(self.one(x)))\n"
+        "net = Net()\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "for _ in range(3):\n    loss = net(torch.randn(4, 4)).pow(2).mean()\n    opt.zero_grad()\n"
+        "    loss.backward()\n    opt.step()\n    print(loss.item())\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(body.format(operator="import operators\n"))
+    plain = by_python(script, folder=tmp_path)
+    staged = in_stages(script, folder=tmp_path)
+    assert (staged.code, staged.output) == (0, plain.output), staged.errors
+    script.write_text(body.format(operator=(tmp_path / "operators.py").read_text()))
+    staged = in_stages(script, folder=tmp_path)
+    assert staged.code == 1
+    assert "the forward calls the operator operators::twice, which the script itself defines" in staged.errors
