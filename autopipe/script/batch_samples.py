@@ -63,7 +63,7 @@ class _Trial:
                 parts = self._of_parts()
                 self._same_shapes(whole, parts)
                 if not draws:
-                    _same_values(whole, parts)
+                    self._same_values(whole, parts)
                 else:
                     with _evaluating(list(self.model.modules())):
                         self._compare_without_draws()
@@ -80,7 +80,7 @@ class _Trial:
             )
         parts = self._of_parts()
         self._same_shapes(whole, parts)
-        _same_values(whole, parts)
+        self._same_values(whole, parts)
 
     def _called(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the outputs by name, with the draws of the whole call."""
@@ -131,6 +131,30 @@ class _Trial:
                     ACCUMULATE,
                 )
 
+    def _same_values(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        for name, value in whole.items():
+            if not isinstance(value, Tensor):
+                continue
+            own = torch.cat([part[name] for part in parts])
+            if value.is_floating_point() or value.is_complex():
+                finite = value.abs()[value.isfinite()]
+                scale = float(finite.max()) if finite.numel() else 0.0
+                same = torch.allclose(value, own, rtol=0.0, atol=self._tolerance(value.dtype) * scale, equal_nan=True)
+            else:
+                same = torch.equal(value, own)
+            if not same:
+                raise refused(
+                    f"{name} of the model has other values for the batch than for its parts: the samples are not "
+                    "outermost in dimension 0 of its inputs and outputs, or their number is used",
+                    ACCUMULATE,
+                )
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
+        weights = (parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
+        used = {dtype, *weights, *(fast for _, fast, _ in autocast_now())}
+        return math.sqrt(max(torch.finfo(kind).eps for kind in used))
+
     def _independent(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
         """Replace the samples of half of the parts in turn, so that each two parts are once on different sides."""
         count, changed = len(parts), False
@@ -169,31 +193,6 @@ class _Trial:
             mask = rows.view(-1, *[1] * (value.dim() - 1)) if own else None
             values.append(value if mask is None else torch.where(mask, other, value))
         return pytree.tree_unflatten(values, form)
-
-
-def _same_values(whole: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    for name, value in whole.items():
-        if not isinstance(value, Tensor):
-            continue
-        own = torch.cat([part[name] for part in parts])
-        if value.is_floating_point() or value.is_complex():
-            finite = value.abs()[value.isfinite()]
-            scale = float(finite.max()) if finite.numel() else 0.0
-            same = torch.allclose(value, own, rtol=0.0, atol=_tolerance(value.dtype) * scale, equal_nan=True)
-        else:
-            same = torch.equal(value, own)
-        if not same:
-            raise refused(
-                f"{name} of the model has other values for the batch than for its parts: the samples are not outermost "
-                "in dimension 0 of its inputs and outputs, or their number is used",
-                ACCUMULATE,
-            )
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
-    used = [dtype, *(fast for _, fast, _ in autocast_now())]
-    return math.sqrt(max(torch.finfo(kind).eps for kind in used))
 
 
 @contextlib.contextmanager

@@ -152,17 +152,23 @@ def _tensor(tensor: Tensor, blobs: list[memoryview], device: torch.device) -> An
     if plain.layout != torch.strided or plain.is_quantized:
         raise UnsendableError(f"a tensor of layout {plain.layout} on {plain.device}")
     place = _place(plain.device if family is None else family.device, device, "a tensor on")
-    plain = plain.resolve_conj().resolve_neg()
-    span = extent(plain.shape, plain.stride())
-    if span > _MOST_GAPS * plain.numel() + 1024:
-        plain = plain.contiguous()
-        span = plain.numel()
-    memory = plain.as_strided((span,), (1,), plain.storage_offset())
-    memory = memory.to(CPU, copy=True)
+    copy = as_it_arrives(plain)
+    memory = copy.as_strided((extent(copy.shape, copy.stride()),), (1,))
     memory = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
     blobs.append(memoryview(memory.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array has a buffer
-    dtype = str(plain.dtype).removeprefix("torch.")
-    return ["T", len(blobs) - 1, dtype, list(plain.shape), list(plain.stride()), place]
+    dtype = str(copy.dtype).removeprefix("torch.")
+    return ["T", len(blobs) - 1, dtype, list(copy.shape), list(copy.stride()), place]
+
+
+def as_it_arrives(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host, with its strides unless they leave wide gaps."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    span = extent(tensor.shape, tensor.stride())
+    if span > _MOST_GAPS * tensor.numel() + 1024:
+        tensor = tensor.contiguous()
+        span = tensor.numel()
+    memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).to(CPU, copy=True)
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _rebuilt(rest: Sequence[Any], blobs: Sequence[Tensor], device: torch.device, parks: bool) -> Tensor:

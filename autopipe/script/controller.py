@@ -14,7 +14,8 @@ from autopipe.ir.plan import Plan
 from autopipe.script import wrappers
 from autopipe.script.batch_parts import Parts
 from autopipe.script.calls.called import Recording
-from autopipe.script.calls.cutting import Program, plan_of, program_of, remapped
+from autopipe.script.calls.cutting import Program, program_of, remapped
+from autopipe.script.calls.planning import forward_seconds, plan_of
 from autopipe.script.calls.programs import Programs, Sent
 from autopipe.script.calls.randomness import Randomness
 from autopipe.script.calls.surroundings import buffers_in_place
@@ -99,7 +100,9 @@ class Controller:
 
     def _free(self) -> None:
         keys, calls = self.holders.take()
-        calls = [call for call in calls if call not in self._consumed]
+        consumed = self._consumed.intersection(calls)
+        self._consumed -= consumed
+        calls = [call for call in calls if call not in consumed]
         self.units.forget(calls)
         if keys or calls:
             self.send(["free", keys, calls])
@@ -257,16 +260,23 @@ class Controller:
         if self.ranks is None:
             return
         for name, tensor in named_tensors(self.model).items():
-            if id(tensor) not in self.weights.names:
+            known = self.weights.names.get(id(tensor))
+            if known is None:
                 raise refused(f"{name} was added to the model, or replaced, after its first training call")
+            if known != name:
+                raise refused(f"{name} is the tensor that was {known} in the first training call of the model")
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def cut(self, recording: Recording, number: int) -> Program:
-        """Cut a recording into stages, and send each rank its part. The first one starts the ranks."""
+    def cut(self, recording: Recording, number: int, leaves: dict[str, Tensor]) -> Program:
+        """Cut a recording into stages, and send each rank its part. The first one starts the ranks.
+
+        ``leaves``: the inputs of the call by name.
+        """
         if self.first is None:
             parts = 1 if self.parts is None else self.parts.count
-            plan = plan_of(recording, self.count, parts, self.replicas, self.device)
+            seconds = forward_seconds(recording.capture, leaves) if self.device == CPU else {}
+            plan = plan_of(recording.capture, seconds, self.count, parts, self.replicas, self.device)
             self._start(plan)
         else:
             assert self.plan is not None
@@ -349,6 +359,7 @@ class Controller:
         serial = self.units.is_serial(calls)
         self.regions.backward(calls, retain=retain)
         self.settle()
+        self._sync_flags()
         self.weights.push(backward=True)
         self.gradients.push()
         self.send(["backward", self.units.of(calls), root, gradient, retain, serial])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.script.batch_samples import cut
+from autopipe.script.codec import as_it_arrives
 from autopipe.script.rank_order import RankOrder
 
 _backward = torch.autograd.backward  # torch's own, also where a script's is another one
@@ -37,8 +38,10 @@ def call_in_parts(model: nn.Module, call: Callable[..., Any], args: Any, kwargs:
 
 def _called(call: Callable[..., Any], parts: list[tuple[Any, Any]]) -> list[Any]:
     outputs = []
-    for args, kwargs in parts:
+    for part in parts:
         torch.clear_autocast_cache()
+        # ranks have copies, and kernels may round differently over memory that begins elsewhere
+        args, kwargs = pytree.tree_map_only(Tensor, as_it_arrives, part)
         outputs.append(call(*args, **kwargs))
     torch.clear_autocast_cache()
     return outputs
@@ -53,20 +56,15 @@ def _joined(outputs: list[Any]) -> Any:
 
 def _by_replica(model: nn.Module, call: Callable[..., Any], parts: list[Any], *, is_last: bool) -> list[Any]:
     """Return the outputs of the parts of a replica. Only the last replica keeps what it writes to buffers."""
-    parameters = list(model.parameters())
-    own = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
-    values: dict[int, Tensor] = dict(zip(map(id, parameters), own, strict=True))
-    if not is_last:
-        values |= {id(buffer): buffer.clone() for buffer in model.buffers()}
     forms: list[Any] = []
 
     def compute() -> list[Any]:
-        with _exchanged(model, values):
+        with contextlib.nullcontext() if is_last else _buffers_copied(model):
             leaves, form = pytree.tree_flatten(_called(call, parts))
         forms.append((form, leaves))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    tensors = iter(_Replica.apply(compute, own, *parameters))  # type: ignore[no-untyped-call]
+    tensors = iter(_Replica.apply(compute, *model.parameters()))  # type: ignore[no-untyped-call]
     ((form, leaves),) = forms
     outputs: list[Any] = pytree.tree_unflatten(
         [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
@@ -75,31 +73,28 @@ def _by_replica(model: nn.Module, call: Callable[..., Any], parts: list[Any], *,
 
 
 @contextlib.contextmanager
-def _exchanged(model: nn.Module, values: dict[int, Tensor]) -> Iterator[None]:
-    """Give a model other parameters and buffers inside. ``values``: by the ``id`` of its own."""
-    places: list[tuple[Any, Any, Any]] = []  # container, key, its own tensor
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            places += [(tensors, name, tensor) for name, tensor in tensors.items() if id(tensor) in values]
-        weights = vars(module).get("_flat_weights", [])  # of torch's recurrent layers
-        places += [(weights, place, tensor) for place, tensor in enumerate(weights) if id(tensor) in values]
-    for container, key, tensor in places:
-        container[key] = values[id(tensor)]
+def _buffers_copied(model: nn.Module) -> Iterator[None]:
+    """Give a model copies of its buffers inside."""
+    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    own = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    for registry, buffers in own:
+        registry.update({name: copies[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
     try:
         yield
     finally:
-        for container, key, tensor in places:
-            container[key] = tensor
+        for registry, buffers in own:
+            registry.clear()
+            registry.update(buffers)
 
 
 class _Replica(torch.autograd.Function):
     """What a replica computes. Its backward runs as one, and returns one gradient of each parameter."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], list[Tensor]], own: list[Tensor], *parameters: Tensor) -> Any:
+    def forward(ctx: Any, compute: Callable[[], list[Tensor]], *parameters: Tensor) -> Any:
         with torch.enable_grad():
             ctx.outputs = compute()
-        ctx.own = own
+        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         results = [output.detach() for output in ctx.outputs]
         fixed = [result for result, output in zip(results, ctx.outputs, strict=True) if not output.requires_grad]
@@ -108,8 +103,12 @@ class _Replica(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        for parameter in ctx.own:
+        before = [parameter.grad for parameter in ctx.parameters]
+        for parameter in ctx.parameters:
             parameter.grad = None
         pairs = [(output, g) for output, g in zip(ctx.outputs, gradients, strict=True) if g is not None]
         _backward([output for output, _ in pairs], [g for _, g in pairs], retain_graph=True)
-        return None, None, *(parameter.grad for parameter in ctx.own)
+        own = [parameter.grad for parameter in ctx.parameters]
+        for parameter, gradient in zip(ctx.parameters, before, strict=True):
+            parameter.grad = gradient
+        return None, *own

@@ -271,11 +271,23 @@ class Called:
         for node in every:  # the script's generator moves by what nothing uses, too
             node.meta["keep"] = node.meta.get("keep") or bool(node.meta.get("random", (0, 0))[1])
         clean(recorder, live, self._copied, 1)
+        self._refuse_changed_inputs(recorder)
         for node in set(every) - set(recorder.graph.nodes):
             node.meta.clear()  # it has its result
         rename(recorder.graph)
         followed = Followed(recorder, live, self._symbols, (), self._reads_training, None)
         return describe(followed, type(self.tape.model).__name__)
+
+    def _refuse_changed_inputs(self, recorder: Recorder) -> None:
+        """Refuse a forward that writes into an argument: the stages have copies, and the script its own tensor."""
+        for node in recorder.graph.nodes:
+            inputs = {entry.name for entry in node.meta.get("mutates", ()) if entry.meta.get("fresh")}
+            if inputs:
+                raise EffectError(
+                    "the forward changes an argument in place, which is the script's tensor",
+                    where=where_text(node.meta),
+                    remedy="clone it in the forward first: x = x.clone()",
+                )
 
     def recording(self, graph: Graph) -> Recording:
         """Return the recording of a call that is not known. ``graph``: as ``graph`` gives it."""

@@ -125,7 +125,7 @@ class Programs:
                 tape.watch(form)
             if len(self._known) >= MOST_PROGRAMS:
                 self._forget()
-            program = self.controller.cut(called.recording(graph), next(self._numbers))
+            program = self.controller.cut(called.recording(graph), next(self._numbers), called.leaves)
             known = self._known[program.number] = _Known(program, form, grad)
         called.accept(known.program)
         return known.program

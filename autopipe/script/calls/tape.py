@@ -46,6 +46,7 @@ class CallTape:
         self.memoized = MemoizedFakes(model)
         self.fakes: Any = None  # of the first recorder: its results outlive a run
         self.num_runs = 0
+        self._tensors: list[int] = []  # the ids of parameters and buffers in the last call
         self.numbers: tuple[Input, ...] = ()  # of the forward, that change from call to call: inputs of the stages
         self.roots = Roots()
         self._seen: dict[Hashable, dict[Call, list[tuple[int, Any]]]] = {}  # form -> the numbers in one of its calls
@@ -74,10 +75,11 @@ class CallTape:
             self.roots.clear()
 
     def has_new_tensors(self, modules: Modules) -> bool:
-        """Return whether the model has other parameters and buffers than in its calls."""
+        """Return whether the model has other parameters and buffers than in its last call, or elsewhere."""
         registries = (registry for _, module in modules for registry in (module._parameters, module._buffers))
-        tensors = (tensor for registry in registries for tensor in registry.values())
-        return self.num_runs > 0 and any(t is not None and id(t) not in self.live.of_real for t in tensors)
+        now = [id(tensor) for registry in registries for tensor in registry.values() if tensor is not None]
+        before, self._tensors = self._tensors, now
+        return self.num_runs > 0 and now != before
 
 
 def form_of(modules: Modules, flat: list[Any], structure: pytree.TreeSpec) -> Hashable:

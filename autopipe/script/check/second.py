@@ -197,6 +197,8 @@ class Second:
 
     def backward(self, tensors: Any) -> None:
         """Look for other modules that a backward through the model reaches."""
+        if torch._C._current_graph_task_id() != -1:  # inside of another backward, as that of a checkpoint is
+            return
         own = {id(parameter) for parameter in self.model.parameters()}
         leaves = leaves_of([tensors] if isinstance(tensors, Tensor) else tensors)
         others = [leaf for leaf in leaves if id(leaf) not in own]

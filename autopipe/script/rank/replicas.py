@@ -77,14 +77,16 @@ class Replicas:
         """Wait for the outputs of a call that another replica has computed."""
         return [value.wait() for value in self.transport.receive_message(self._from(ACTIVATION, replica), layouts)]
 
-    def send_gradients(self, replica: int, leaves: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
+    def send_gradients(self, replica: int, leaves: Sequence[Tensor]) -> None:
         """Send the gradients of such outputs back."""
         gradients = [absent(leaf.detach()) if leaf.grad is None else leaf.grad for leaf in leaves]
-        self.transport.send_message(self._to(GRADIENT, replica), gradients, layouts)
+        self._send(self._to(GRADIENT, replica), gradients, leaves)
 
-    def receive_gradients(self, layouts: Sequence[Layout]) -> list[Tensor | None]:
-        """Wait for the gradients of the outputs of a call."""
-        posted = self.transport.receive_message(self._from(GRADIENT, self.order.last_replica), layouts)
+    def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Wait for the gradients of outputs of a call."""
+        if not outputs:
+            return []
+        posted = self.transport.receive_message(self._from(GRADIENT, self.order.last_replica), _layouts(outputs))
         return [None if is_absent(gradient := value.wait()) else gradient for value in posted]
 
     def give(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

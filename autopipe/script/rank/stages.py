@@ -229,7 +229,7 @@ class RankStages:
         for _, calls in units:
             for call in [call for call in calls if call in self.arrived]:
                 arrived = self.arrived[call] if retain else self.arrived.pop(call)
-                self.replicas.send_gradients(arrived.replica, arrived.leaves, arrived.program.outputs)
+                self.replicas.send_gradients(arrived.replica, [leaf for leaf in arrived.leaves if leaf.requires_grad])
                 for leaf in arrived.leaves:
                     leaf.grad = None
         before: dict[str, Tensor] = {}
@@ -281,8 +281,10 @@ class RankStages:
                     add(output, leaf.grad)
                     leaf.grad = None
             elif flight.outputs:
-                arriving = self.replicas.receive_gradients(flight.program.outputs)
-                for output, gradient in zip(flight.outputs, arriving, strict=True):
+                pairs = zip(flight.outputs, flight.program.need_gradients, strict=True)
+                differentiated = [output for output, needs in pairs if needs]
+                arriving = self.replicas.receive_gradients(differentiated)
+                for output, gradient in zip(differentiated, arriving, strict=True):
                     add(output, gradient)
             for crossing in flight.program.crossings:
                 after = crossing.next(self.stage)

@@ -162,6 +162,43 @@ def test_arguments_without_samples_stay_whole(tmp_path: Path) -> None:
     assert staged.code == 0, staged.errors
 
 
+FOUND = {
+    "an output without gradient": ("return h, h > 0", "torch.randn(8, 4)"),
+    "memory that begins anywhere": ("return self.two(torch.tanh(h))", "torch.randn(12, 6)[:, :4]"),
+    "a weight in a list": ("return torch.tanh(h @ [self.two.weight][0]) + h", "torch.randn(8, 4)"),
+    "another type": ("return h.double()", "torch.randn(11, 4)"),
+    "a checkpoint": (
+        "return torch.utils.checkpoint.checkpoint(torch.tanh, h, use_reentrant=True)",
+        "torch.randn(8, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_parts_on_replicas_equal_those_of_one_process(name: str, tmp_path: Path) -> None:
+    body, arguments = FOUND[name]
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import torch.utils.checkpoint" + HEAD.format(body=body, rate=0.1) + LOOP.format(steps=2, arguments=arguments)
+    )
+    options = ("--num-microbatches", "4", "--replicas", "2", "--check", "2")
+    staged = in_stages(script, folder=tmp_path, options=options)
+    assert staged.code == 0, staged.errors
+    assert "equal those of one process that joins the same parts, after 2 optimizer steps" in staged.errors
+
+
+def test_two_cut_calls_in_one_backward_are_added_one_after_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        HEAD.format(body="return self.two(torch.tanh(h))", rate=0.1) + "for _ in range(2):\n    opt.zero_grad()\n"
+        "    (model(torch.randn(8, 4)) - model(torch.randn(6, 4))[:1]).pow(2).mean().backward()\n    opt.step()\n"
+    )
+    options = ("--num-microbatches", "4", "--replicas", "2", "--check", "2")
+    staged = in_stages(script, folder=tmp_path, options=options)
+    assert staged.code == 0, staged.errors
+    assert "equal those of one process that joins the same parts, after 2 optimizer steps" in staged.errors
+
+
 TIED = """
 import torch
 from torch import nn
