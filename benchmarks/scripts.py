@@ -3,7 +3,7 @@
 Forward and backward of each block sleep for a time that is proportional to the samples, as on devices of their own, so
 four ranks of a small machine can be four times as fast. The script takes one batch a step, or accumulates the gradients
 of eight; it reads its loss once a step, and keeps a running mean. The systems alternate. Reports medians of the seconds
-of a step, without the first ones, and the memory of all processes. Writes benchmarks/results/scripts_speed.md.
+of a step, without the first ones. Writes benchmarks/results/scripts_speed.md.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
-import psutil
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results" / "scripts_speed.md"
@@ -133,34 +131,11 @@ SYSTEMS: dict[tuple[str, str], tuple[str, ...]] = {
     (ACCUMULATED, "run, stages"): STAGES,
     (ACCUMULATED, "run, replicas"): REPLICAS,
     ("", "train, stages"): ("--schedule", "1f1b", *STAGES),
-    ("", "train, replicas"): ("--schedule", "gpipe", "--replicas", "auto"),
 }
 
 
-class Memory(threading.Thread):
-    """The largest memory of a process and all below it, in MiB."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        super().__init__(daemon=True)
-        self.process, self.most = process, 0.0
-
-    def run(self) -> None:
-        """Look ten times a second."""
-        while self.process.poll() is None:
-            total = 0
-            try:
-                parent = psutil.Process(self.process.pid)
-                for each in (parent, *parent.children(recursive=True)):
-                    total += each.memory_full_info().pss
-            except psutil.Error:
-                continue
-            self.most = max(self.most, total / 2**20)
-            self.process.poll()
-            threading.Event().wait(0.1)
-
-
-def measured(folder: Path, kind: str, system: str, steps: int) -> tuple[list[float], float]:
-    """Return the seconds of steps after the first ones, and the memory of all processes in MiB."""
+def measured(folder: Path, kind: str, system: str, steps: int) -> list[float]:
+    """Return the seconds of steps after the first ones."""
     options = SYSTEMS[kind, system]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if system.startswith("train"):
@@ -185,20 +160,18 @@ def measured(folder: Path, kind: str, system: str, steps: int) -> tuple[list[flo
     process = subprocess.Popen(
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    memory = Memory(process)
-    memory.start()
     out, err = process.communicate()
     if process.returncode:
         raise SystemExit(f"{system}: {err}")
     if system.startswith("train"):
         plan = json.loads((folder / words[-1] / "plan.json").read_text())
-        if (len(plan["stages"]) == 1) == (system == "train, stages"):
+        if len(plan["stages"]) != RANKS:
             raise SystemExit(f"{system}: another plan, of {len(plan['stages'])} stages")
         lines = (folder / words[-1] / "metrics.jsonl").read_text().splitlines()
         seconds = [line["step_seconds"] for line in map(json.loads, lines) if "step_seconds" in line]
     else:
         seconds = json.loads(out.splitlines()[-1])[1]
-    return seconds[WARM_UP:], memory.most
+    return seconds[WARM_UP:]
 
 
 def main() -> None:
@@ -208,37 +181,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
     times: dict[tuple[str, str], list[float]] = {key: [] for key in SYSTEMS}
-    memory: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "sleeping.py").write_text(MODEL)
         (folder / "script.py").write_text(SCRIPT)
         for number in range(options.rounds):
             for key in SYSTEMS:
-                seconds, most = measured(folder, *key, options.steps)
+                seconds = measured(folder, *key, options.steps)
                 times[key] += seconds
-                memory[key] = max(memory.get(key, 0.0), most)
                 print(
-                    f"round {number + 1}, {' '.join(key)}: {statistics.median(seconds):.3f} s, {most:.0f} MiB",
+                    f"round {number + 1}, {' '.join(key)}: {statistics.median(seconds):.3f} s",
                     flush=True,
                 )
-    RESULTS.write_text(table({key: statistics.median(own) for key, own in times.items()}, memory, options))
+    RESULTS.write_text(table({key: statistics.median(own) for key, own in times.items()}, options))
     print(f"wrote {RESULTS}")
 
 
-def table(
-    seconds: dict[tuple[str, str], float], memory: dict[tuple[str, str], float], options: argparse.Namespace
-) -> str:
+def table(seconds: dict[tuple[str, str], float], options: argparse.Namespace) -> str:
     """Return the page."""
     rows = []
     for kind in (ONE_BATCH, ACCUMULATED):
         for (own, system), value in seconds.items():
             if own not in ("", kind):
                 continue
-            peer = seconds["", system.replace("run", "train")] if system.startswith("run") else None
+            peer = seconds["", "train, stages"] if system == "run, stages" else None
             of_train = f"{peer / value:.2f}" if peer else ""
             faster = seconds[kind, "python"] / value
-            rows.append(f"| {kind} | {system} | {value:.3f} | {faster:.2f} | {of_train} | {memory[own, system]:.0f} |")
+            rows.append(f"| {kind} | {system} | {value:.3f} | {faster:.2f} | {of_train} |")
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     return f"""# The speed of an unchanged script under `autopipe run`
 
@@ -249,11 +218,9 @@ and there are 8; a step has {SAMPLES} samples. The script takes one batch a step
 a step. `train` runs the same model and optimizer with as many microbatches. Ideal is {RANKS} times python with
 replicas, and {RANKS * MICROBATCHES / (MICROBATCHES + RANKS - 1):.2f} times with stages.
 
-| script | system | s a step | times python | of train's speed | MiB, all processes |
-|---|---|---:|---:|---:|---:|
+| script | system | s a step | times python | of train's speed |
+|---|---|---:|---:|---:|
 {chr(10).join(rows)}
-
-Memory is the largest sum of the proportional set sizes (PSS) of all processes.
 """
 
 

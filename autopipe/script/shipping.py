@@ -75,6 +75,7 @@ class Shipping:
         form["ties"] = [(tie.parameter, (tie.owner, *tie.copies)) for tie in program.plan.ties]
         form["modules"] = {p: m for p, m in form["modules"].items() if p not in self._modules[rank]}
         self._modules[rank].update(form["modules"])
+        form["separate"] = not program.uses_often
         form["outputs"] = [(output.shape, output.dtype, output.grad) for output in program.recording.outputs]
         constants = program.recording.constants
         form["compiled"] = self.compiles

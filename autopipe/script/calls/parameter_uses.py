@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from torch._library.custom_ops import OPDEFS
+
 from autopipe.generate.parts import divide
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan
@@ -53,4 +55,7 @@ def _uses_once(node: Node) -> bool:
     """Return whether a call uses each of its parameters once; False if that is not known."""
     if node.kind == "call_module":
         return not node.opaque and node.module_type in _MODULES
+    if node.target.startswith("torch.ops."):  # an operator of the user is one node of autograd
+        namespace, _, name = node.target.removeprefix("torch.ops.").partition(".")
+        return f"{namespace}::{name.removesuffix('.default')}" in OPDEFS
     return node.target.rpartition(".")[2] in _FUNCTIONS

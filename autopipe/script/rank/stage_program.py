@@ -45,6 +45,7 @@ class StageProgram:
         # both ends of a channel see gradients in this order
         self.crossings = sorted((*self.sends, *self.receives), key=lambda crossing: crossing.index)
         self.outputs = tuple(Layout(tuple(shape), dtype) for shape, dtype, _ in form["outputs"])  # of the model
+        self.separate: bool = form["separate"]  # whether a backward for each call adds as one for all calls does
         self.need_gradients: list[bool] = [grad for _, _, grad in form["outputs"]]
 
 

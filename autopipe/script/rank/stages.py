@@ -254,10 +254,12 @@ class RankStages:
     def _unit(self, flights: list[Flight], retain: bool, serial: bool) -> None:
         """Run the backwards of the calls of a unit.
 
-        Autograd adds each use of a parameter in turn. So they run in one backward of this rank, too, unless the
-        gradients of tied parameters travel between the ranks call by call.
+        One after the other, so that the stage before can begin. Where a call uses a parameter several times, they run
+        in one backward, as in one process: autograd adds the uses of all calls in turn. The gradients of tied
+        parameters travel between the ranks call by call.
         """
-        groups = [[flight] for flight in flights] if self.ties else [flights]
+        separate = self.ties or all(flight.program.separate for flight in flights)
+        groups = [[flight] for flight in flights] if separate else [flights]
         for position, group in enumerate(groups):
             sums = _Sums(len(groups) > 1, serial, first=position == 0, last=position == len(groups) - 1)
             self._backward(group, retain, sums)

@@ -92,7 +92,7 @@ def qualified_name(target: Any) -> str:
 
     A custom autograd function is its class with ``.apply``.
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{str(target).replace('::', '.')}"
     public = _public_names().get(id(target))
     if public is not None:
