@@ -94,9 +94,13 @@ def assert_gone(folder: Path, seconds: float) -> None:
 
 
 @ON_HOSTS
-@pytest.mark.parametrize("slots", ["h0:1,h1:2", "localhost:1,h1:1"])
-def test_ranks_over_ssh_give_the_output_and_weights_of_python(hosts: Hosts, folder: Path, slots: str) -> None:
-    words = ("--hosts", slots, "--ssh-config", str(hosts.config), "--", "5", "ssh.pt")
+@pytest.mark.parametrize(
+    ("slots", "replicas"), [("h0:1,h1:2", "never"), ("localhost:1,h1:1", "never"), ("h0:1,h1:1", "2")]
+)
+def test_ranks_over_ssh_give_the_output_and_weights_of_python(
+    hosts: Hosts, folder: Path, slots: str, replicas: str
+) -> None:
+    words = ("--hosts", slots, "--replicas", replicas, "--ssh-config", str(hosts.config), "--", "5", "ssh.pt")
     done = finished(hosts.inside(0, *AUTOPIPE, "run", "train.py", *words), folder)
     assert done.returncode == 0, done.stderr
     assert_as_python(folder, done.stdout, "ssh.pt")

@@ -63,6 +63,19 @@ def test_a_script_prints_and_saves_what_it_does_on_one_gpu(name: str, stages: in
     assert same_files(tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["clipping scaler", pytest.param("dropout", marks=pytest.mark.slow)])
+def test_replicas_print_and_save_what_one_gpu_does(mode: str, tmp_path: Path) -> None:
+    script = SCRIPTS / "gpu/classes.py"
+    plain, _ = pair(script, mode, folder=tmp_path, new=True)
+    shutil.rmtree(tmp_path / "staged")
+    options = ("--replicas", "2")
+    staged = in_stages(script, mode, folder=tmp_path / "staged", stages=2, options=options, environment=environment())
+    assert (plain.code, staged.code) == (0, 0), staged.errors
+    assert staged.output == plain.output
+    assert "2 replicas of 1 stage: " in staged.errors
+    assert same_files(tmp_path)
+
+
 def on_gpu(folder: Path) -> Path:
     """Return copies of the scripts whose tensors are created on the GPU, and read through the host."""
     copies = folder / "scripts"

@@ -97,3 +97,27 @@ def test_an_operator_of_a_module_of_the_script_is_imported_by_the_ranks(tmp_path
     staged = in_stages(script, folder=tmp_path)
     assert staged.code == 1
     assert "the forward calls the operator operators::twice, which the script itself defines" in staged.errors
+
+
+def test_the_faster_of_stages_and_replicas_is_chosen(tmp_path: Path) -> None:
+    script = tmp_path / "chosen.py"
+    text = (
+        "import torch, sys\nfrom torch import nn\ntorch.manual_seed(0)\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.table, self.one = nn.Embedding(int(sys.argv[1]), 64), nn.Linear(64, 64)\n"
+        "        self.two = nn.Linear(64, 8)\n"
+        "        self.times = int(sys.argv[2])\n"
+        "    def forward(self, x):\n        h = self.table(x)\n"
+        "        for _ in range(self.times):\n            h = torch.tanh(self.one(h))\n        return self.two(h)\n"
+        "net = Net()\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "net(torch.randint(100, (64, 32))).pow(2).mean().backward()\nopt.step()\n"
+    )
+    script.write_text(text)
+    options = ("--num-microbatches", "4", "--replicas", "auto")
+    computes = in_stages(script, "100", "40", folder=tmp_path, options=options)
+    assert computes.code == 0, computes.errors
+    assert "2 replicas of 1 stage: " in computes.errors
+    exchanges = in_stages(script, "400000", "2", folder=tmp_path, options=options)
+    assert exchanges.code == 0, exchanges.errors
+    assert "run: 2 stages: " in exchanges.errors

@@ -62,12 +62,13 @@ def test_a_way_gives_the_numbers_of_python(way: str, plain: dict[str, Ended], st
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_ways_give_the_numbers_of_python_in_three_stages(
-    file: str, plain: dict[str, Ended], tmp_path: Path
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_the_ways_give_the_numbers_of_python_on_other_ranks(
+    file: str, ranks: int, replicas: int, plain: dict[str, Ended], tmp_path: Path
 ) -> None:
-    three = in_stages(SCRIPTS / file, folder=tmp_path, stages=3)
-    assert three.code == 0, three.errors
-    assert three.output == plain[file].output
+    other = in_stages(SCRIPTS / file, folder=tmp_path, stages=ranks, options=("--replicas", str(replicas)))
+    assert other.code == 0, other.errors
+    assert other.output == plain[file].output
 
 
 @pytest.mark.parametrize("way", REFUSED)
