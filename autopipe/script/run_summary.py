@@ -107,6 +107,13 @@ class Notes:
             self.say("one stage: no overlap")
             return
         ranks = "replicas" if controller.order.last_replica else "stages"
+        buffers = sorted(set().union(*(program.buffers_written for program in controller.programs)))
+        if controller.order.last_replica and buffers:
+            self.say(
+                f"no overlap between replicas: the forward writes {buffers[0]}, which the next one reads, so the last "
+                "replica computes all calls. Stages overlap: --replicas never"
+            )
+            return
         if count == 1:
             self.say(
                 f"no overlap between {ranks}, and training is not faster: each optimizer step has one backward. "
