@@ -194,9 +194,7 @@ class Controller:
         if grad and any(cache for _, _, cache in self.autocast_now()):
             self.regions.note(call)
         replica = self.units.replica_for(program, part, grad=grad)
-        if self._moved and replica != self.order.last_replica:
-            self.send(["share", sorted(self._moved)])
-            self._moved.clear()
+        self._share_buffers(replica != self.order.last_replica)
         with plain(self.weights.tensors):
             states = self.randomness.states_of(program, self.order.num_stages, self.model, called.leaves)
         keys = [self.new_key() for _ in program.recording.outputs]
@@ -213,6 +211,12 @@ class Controller:
             self._moved.update(program.buffers_written if self.order.last_replica else ())
         self.notes.forward(grad=grad)
         return Sent(program, call, keys, called, replica)
+
+    def _share_buffers(self, are_read: bool) -> None:
+        """Bring buffers that the last replica has written to the others, if those may read them."""
+        if self._moved and are_read:
+            self.send(["share", sorted(self._moved)])
+            self._moved.clear()
 
     def bring_outputs(self, sent: Sent) -> None:
         """Bring the outputs of a call that another replica than the last one computes to the last rank."""
@@ -362,7 +366,9 @@ class Controller:
         self._sync_flags()
         self.weights.push(backward=True)
         self.gradients.push()
-        self.send(["backward", self.units.of(calls), root, gradient, retain, serial])
+        units = self.units.of(calls)
+        self._share_buffers(any(replica != self.order.last_replica for replica, _ in units))
+        self.send(["backward", units, root, gradient, retain, serial])
         if not retain:
             self._consumed.update(calls)
             self.units.forget(calls)

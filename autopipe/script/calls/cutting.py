@@ -15,7 +15,7 @@ from autopipe.generate.write import generate
 from autopipe.ir.plan import Plan
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.script.calls.called import Recording
-from autopipe.script.calls.parameter_uses import is_serial, used_often
+from autopipe.script.calls.parameter_uses import is_serial, twice_in_a_call, used_often
 from autopipe.script.calls.script_functions import write_functions
 from autopipe.script.devices import CPU
 
@@ -115,8 +115,18 @@ def program_of(recording: Recording, number: int, plan: Plan, folder: Path) -> P
     for draw in draws:
         if _draws_by_values(draw.node, recording):
             raise TraceError(f"{draw.node.name} draws as many random numbers as its values demand")
+    twice = twice_in_a_call(recording.capture.module)
     written = frozenset(buffer for node in graph.nodes for buffer in node.buffers_written)
-    return Program(number, recording, plan, name, draws, written, is_serial(graph, plan), used_often(graph))
+    return Program(
+        number,
+        recording,
+        plan,
+        name,
+        draws,
+        written,
+        is_serial(graph, plan, twice),
+        used_often(graph, graph.nodes, twice),
+    )
 
 
 def _refuse_host_values(recording: Recording, plan: Plan) -> None:

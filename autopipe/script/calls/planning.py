@@ -21,9 +21,9 @@ from autopipe.measure.estimate import estimate
 from autopipe.planning.api import make_plan
 from autopipe.planning.clusters import this_machine, usable_gpu_bytes
 from autopipe.planning.options import PlanOptions
-from autopipe.script.devices import CPU, generators, set_generators
+from autopipe.script.devices import CPU
 from autopipe.trace.graph.replay import Replay
-from autopipe.trace.record.model_snapshot import buffers_restored
+from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 
 _LEAST_SECONDS = 0.02  # of a forward whose times are used
@@ -175,12 +175,11 @@ def forward_seconds(capture: Capture, leaves: Mapping[str, Tensor]) -> dict[str,
     """Return the seconds of each node in a forward of a model on the CPU, for inputs by name.
 
     Nothing for a model that is so fast that the times would be noise, and for one that cannot run here as recorded.
-    What the forward prints is not shown, and generators and buffers are restored.
+    What the forward prints is not shown, and the state of the model and of generators is restored.
     """
     module = capture.module
-    states = generators(CPU)
     try:
-        with torch.no_grad(), buffers_restored(module), contextlib.redirect_stdout(None):
+        with torch.no_grad(), left_as_it_was(module), contextlib.redirect_stdout(None):
             times: list[dict[str, float]] = []
             for most in (math.inf, _REPEATED_SECONDS):  # the first run allocates
                 if times and sum(times[0].values()) > most:
@@ -191,7 +190,5 @@ def forward_seconds(capture: Capture, leaves: Mapping[str, Tensor]) -> dict[str,
                 times.append(run.seconds)
     except Exception:
         return {}
-    finally:
-        set_generators(states, CPU)
     least = {name: min(entry[name] for entry in times) for name in times[0]}
     return least if sum(least.values()) >= _LEAST_SECONDS else {}

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.ir.messages import ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.runtime.transport.absent import absent, is_absent
@@ -77,10 +77,10 @@ class Replicas:
         """Wait for the outputs of a call that another replica has computed."""
         return [value.wait() for value in self.transport.receive_message(self._from(ACTIVATION, replica), layouts)]
 
-    def send_gradients(self, replica: int, leaves: Sequence[Tensor]) -> None:
+    def send_gradients(self, replica: int, outputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Send the gradients of such outputs back."""
-        gradients = [absent(leaf.detach()) if leaf.grad is None else leaf.grad for leaf in leaves]
-        self._send(self._to(GRADIENT, replica), gradients, leaves)
+        gradients = [absent(output.detach()) if gradient is None else gradient for output, gradient in outputs]
+        self._send(self._to(GRADIENT, replica), gradients, [output for output, _ in outputs])
 
     def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Wait for the gradients of outputs of a call."""
@@ -150,7 +150,9 @@ class Replicas:
                 channel, layouts = self._from(TIE_VALUE, replica), _layouts(theirs)
                 arriving = self.transport.receive_message(channel, layouts) if theirs else []
                 for tensor, value in zip(theirs, arriving, strict=True):
-                    tensor.copy_(value.wait())
+                    # batch norm writes a buffer without noting it, and a backward may read the newest values
+                    own = tensor if isinstance(tensor, nn.Parameter) else tensor.data
+                    own.copy_(value.wait())
 
     def _send(self, channel: Channel, values: Sequence[Tensor], like: Sequence[Tensor]) -> None:
         if values:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopipe.runtime.leaf_alias import readable
 from autopipe.stage import Stage
 from autopipe.strides import Layout
 
@@ -49,6 +51,27 @@ class StageProgram:
         self.need_gradients: list[bool] = [grad for _, _, grad in form["outputs"]]
 
 
+class Tail:
+    """Outputs of a call as the tail reads them, on the last rank."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        """``outputs``: leaves."""
+        self._outputs = outputs
+        self._gradients: dict[str, Tensor] = {}
+
+    def values(self) -> list[Tensor]:
+        """Return what the tail reads: the script may change an output in place, which no leaf allows."""
+        pairs = ((str(place), output) for place, output in enumerate(self._outputs))
+        return [readable(*pair, self._gradients).clone() if pair[1].requires_grad else pair[1] for pair in pairs]
+
+    def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the outputs that need a gradient, each with that of the last backward, in its order in memory."""
+        gradients = dict(self._gradients)
+        self._gradients.clear()
+        pairs = ((output, gradients.get(str(place))) for place, output in enumerate(self._outputs))
+        return [pair for pair in pairs if pair[0].requires_grad]
+
+
 class Flight:
     """A forward that waits for its backward."""
 
@@ -58,13 +81,12 @@ class Flight:
         self.gradients: dict[str, Tensor] = {}  # of received values, until they are sent
         self.sent: dict[str, Tensor] = {}
         self.outputs: list[Tensor] = []
-        self.leaves: list[Tensor] = []  # what the tail reads in place of the outputs; empty if it is on another rank
+        self.tail: Tail | None = None  # None: it is on another rank
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A call whose outputs another replica has computed. ``leaves``: what the tail reads in place of them."""
+    """A call whose outputs another replica has computed."""
 
     replica: int
-    program: StageProgram
-    leaves: list[Tensor]
+    tail: Tail

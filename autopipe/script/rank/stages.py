@@ -23,7 +23,7 @@ from autopipe.script.calls.script_functions import define_functions
 from autopipe.script.codec import rebuilt_module
 from autopipe.script.devices import COUNT, CPU, DEVICE, generators, offset_of, set_generators
 from autopipe.script.rank.replicas import Replicas, channels
-from autopipe.script.rank.stage_program import Arrived, Flight, StageProgram
+from autopipe.script.rank.stage_program import Arrived, Flight, StageProgram, Tail
 from autopipe.script.rank_order import RankOrder
 from autopipe.stage import Container, Stage
 from autopipe.strides import Layout
@@ -200,17 +200,17 @@ class RankStages:
         if outputs and self.rank != self.order.num_ranks - 1:
             self.replicas.send_outputs(outputs, program.outputs)
         elif grad:
-            flight.leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
-            return _read_by_tail(flight.leaves)
+            flight.tail = Tail([output.detach().requires_grad_(output.requires_grad) for output in outputs])
+            return flight.tail.values()
         return outputs
 
     def receive_outputs(self, call: int, number: int, replica: int) -> list[Tensor]:
         """Return the outputs of a call that another replica has computed, as leaves."""
         program = self.programs[number]
         values = self.replicas.receive_outputs(replica, program.outputs)
-        leaves = [value.requires_grad_(grad) for value, grad in zip(values, program.need_gradients, strict=True)]
-        self.arrived[call] = Arrived(replica, program, leaves)
-        return _read_by_tail(leaves)
+        tail = Tail([value.requires_grad_(grad) for value, grad in zip(values, program.need_gradients, strict=True)])
+        self.arrived[call] = Arrived(replica, tail)
+        return tail.values()
 
     def _check_draws(self, state: dict[str, Any]) -> None:
         """Raise WorkerError if the stage has consumed other numbers of the generator than the script's GPU would."""
@@ -229,9 +229,7 @@ class RankStages:
         for _, calls in units:
             for call in [call for call in calls if call in self.arrived]:
                 arrived = self.arrived[call] if retain else self.arrived.pop(call)
-                self.replicas.send_gradients(arrived.replica, [leaf for leaf in arrived.leaves if leaf.requires_grad])
-                for leaf in arrived.leaves:
-                    leaf.grad = None
+                self.replicas.send_gradients(arrived.replica, arrived.tail.gradients())
         before: dict[str, Tensor] = {}
         # autograd adds the gradients of all calls before it adds them to ``grad``
         if self.replicas.others or len(units[0][1]) > 1:
@@ -278,10 +276,10 @@ class RankStages:
                 add(tensor, tensor.grad)
                 tensor.grad = None
         for flight in flights:
-            if flight.leaves:
-                for output, leaf in zip(flight.outputs, flight.leaves, strict=True):
-                    add(output, leaf.grad)
-                    leaf.grad = None
+            if flight.tail is not None:
+                differentiated = [output for output in flight.outputs if output.requires_grad]
+                for output, (_, gradient) in zip(differentiated, flight.tail.gradients(), strict=True):
+                    add(output, gradient)
             elif flight.outputs:
                 pairs = zip(flight.outputs, flight.program.need_gradients, strict=True)
                 differentiated = [output for output, needs in pairs if needs]
@@ -357,8 +355,3 @@ class RankStages:
                 channel = self._channel(TIE_VALUE, stages[0], self.stage)
                 with torch.no_grad():
                     tensor.copy_(self.transport.receive_message(channel, [layout])[0].wait())
-
-
-def _read_by_tail(leaves: list[Tensor]) -> list[Tensor]:
-    """Return what the tail reads: the script may change an output in place, which no leaf allows."""
-    return [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]

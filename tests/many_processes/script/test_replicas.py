@@ -101,6 +101,54 @@ def test_an_operator_of_a_module_of_the_script_is_imported_by_the_ranks(tmp_path
     assert "the forward calls the operator operators::twice, which the script itself defines" in staged.errors
 
 
+MODEL = (
+    "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\ntorch.manual_seed(0)\n"
+    "class Net(nn.Module):\n"
+    "    def __init__(self):\n        super().__init__()\n"
+    "        self.a, self.n = nn.Linear(17, 33), nn.BatchNorm1d(33)\n"
+    "        self.w, self.b = nn.Parameter(torch.randn(33)), nn.Linear(33, 50)\n"
+    "    def forward(self, x):\n        h = torch.tanh(self.n(self.a(x)))\n        {body}\n"
+    "net = Net()\nnet.n.{mode}()\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
+    "for step in range(3):\n    opt.zero_grad()\n"
+)
+LATER = (
+    "    losses = []\n    for training in (False, True, False, True, True):\n        net.n.train(training)\n"
+    "        losses.append(net(torch.randn(6, 17)).pow(2).mean())\n    for loss in losses:\n        loss.backward()\n"
+)
+TRANSPOSED = "    for _ in range(2):\n        (net(torch.randn(64, 17)).t() * torch.randn(50, 64)).sum().backward()\n"
+TOGETHER = "    sum(net(torch.randn(16, 17)).pow(2).mean() for _ in range(3)).backward()\n"
+STEP = "    opt.step()\n    print([p.grad.double().sum().item() for p in net.parameters() if p.grad is not None])\n"
+TWICE = "return self.b(F.layer_norm(h, (33,), self.w, self.w))"
+
+
+@pytest.mark.parametrize(
+    ("body", "mode", "loop", "options"),
+    [
+        ("return self.b(h)", "train", LATER, ("--replicas", "2")),
+        ("return self.b(h)", "eval", TRANSPOSED, ("--replicas", "2")),
+        ("return self.b(h)", "eval", TRANSPOSED, ("--replicas", "never")),
+        (TWICE, "eval", TOGETHER, ("--replicas", "never")),
+    ],
+)
+def test_backwards_that_read_what_came_later_or_lies_otherwise(
+    body: str, mode: str, loop: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MODEL.format(body=body, mode=mode) + loop + STEP)
+    plain = by_python(script, folder=tmp_path)
+    staged = in_stages(script, folder=tmp_path, options=options)
+    assert staged.code == 0, staged.errors
+    assert staged.output == plain.output
+
+
+def test_a_parameter_that_a_call_gets_twice_is_used_twice(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MODEL.format(body=TWICE, mode="eval") + TOGETHER + STEP)
+    staged = in_stages(script, folder=tmp_path, options=("--replicas", "2"))
+    assert staged.code == 1
+    assert "each of which uses w several times" in staged.errors
+
+
 def test_the_faster_of_stages_and_replicas_is_chosen(tmp_path: Path) -> None:
     script = tmp_path / "chosen.py"
     text = (
