@@ -253,12 +253,6 @@ class Controller:
         """Return parameters and buffers by first name."""
         return self.weights.tensors if self.ranks is not None else named_tensors(self.model)
 
-    @property
-    def bytes_of_stage(self) -> int:
-        """The bytes of the parameters of the largest stage."""
-        tensors = self.weights.tensors
-        return max(sum(tensors[name].nbytes for name in stage.parameters) for stage in self.plan.stages)
-
     def check_tensors(self) -> None:
         """Refuse parameters and buffers that were not there at the start."""
         if self.ranks is None:

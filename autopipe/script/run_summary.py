@@ -206,7 +206,7 @@ def prediction(controller: Controller, count: int) -> str:
     """
     stages, replicas = controller.plan.stages, controller.order.num_replicas
     one = sum(stage.seconds for stage in stages)
-    seconds = _seconds(stages, count, replicas, controller.bytes_of_stage)
+    seconds = _seconds(stages, count, replicas, controller.shipping.bytes_of_stage)
     cores, threads = usable_cores(), torch.get_num_threads()
     at_a_time = max(cores / threads, 1.0)
     shared = not controller.places.are_remote and count * one / at_a_time > seconds
@@ -234,7 +234,7 @@ def _more_replicas(controller: Controller, count: int, faster: float) -> str:
     if controller.parts is not None or len(stages) == 1 or any(p.buffers_written for p in controller.programs):
         return ""
     one = sum(stage.seconds for stage in stages)
-    exchanged = 2 * controller.bytes_of_stage * len(stages) * (ranks - 1) / ranks / HOST_BANDWIDTH
+    exchanged = 2 * controller.shipping.bytes_of_stage * len(stages) * (ranks - 1) / ranks / HOST_BANDWIDTH
     replicated = count * one / (-(-count // ranks) * one + exchanged)
     if replicated < _WORTH * faster:
         return ""

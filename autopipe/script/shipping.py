@@ -23,6 +23,8 @@ class Shipping:
         self.order: RankOrder = ranks.order
         self.sent: list[set[str]] = [set() for _ in range(self.order.num_ranks)]  # tensors that each rank has
         self._modules: list[set[str]] = [set() for _ in range(self.order.num_ranks)]
+        # of the parameters of the largest stage
+        self.bytes_of_stage = max(sum(tensors[name].nbytes for name in stage.parameters) for stage in plan.stages)
         self._owners = self._divided(plan)  # tensor -> the rank that has its newest value
         self.inputs: dict[int, list[tuple[str, ...]]] = {}  # program -> by stage, the inputs of the model that it reads
 

@@ -42,7 +42,7 @@ class Controller:
     parts = None
     count = 2
     order = RankOrder(2, 2)
-    bytes_of_stage = 0
+    shipping = SimpleNamespace(bytes_of_stage=0)
     programs: tuple[Any, ...] = ()
     places = SimpleNamespace(are_remote=False)
 
