@@ -379,7 +379,7 @@ class Controller:
     def after_step(self) -> None:
         """Note that the weights on the ranks are newer."""
         self.steps += 1
-        self.units.begin_step()
+        self.units.begin_step(reads=self.notes.reads_between)
         self.regions.changed()
         self.weights.moved()
         self.notes.step(self)

@@ -90,6 +90,11 @@ class Notes:
         """Count a backward."""
         self._backwards += 1
 
+    @property
+    def reads_between(self) -> bool:
+        """Whether numbers were read between the backwards since the last step."""
+        return bool(self._recent)
+
     def step(self, controller: Controller) -> None:
         """Count a step; report after the first one of several microbatches, or the first at all."""
         self._steps += 1

@@ -13,6 +13,8 @@ from autopipe.script.calls.cutting import Program
 from autopipe.script.rank_order import RankOrder
 from autopipe.script.refusals import refused
 
+_FEW = 2  # replicas that all compute calls in turn
+
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
@@ -29,14 +31,20 @@ class Units:
         self._unit_of: dict[int, _Unit] = {}
         self._program_of: dict[int, Program] = {}
         self._number = self._turn = 0  # of the script's calls; of those that replicas have computed in turn
+        self._in_turn = order.num_replicas
 
     def begin_call(self) -> None:
         """Note that the script calls the model."""
         self._number += 1
 
-    def begin_step(self) -> None:
-        """Let the first replica compute the next call."""
+    def begin_step(self, *, reads: bool) -> None:
+        """Let the first replica compute the next call.
+
+        ``reads``: whether the script has read numbers between the backwards of the last step. Then the next call waits
+        for the last replica, which computes what is read: with others beside it, it computes no calls in turn.
+        """
         self._turn = 0
+        self._in_turn = self.order.num_replicas - int(reads and self.order.num_replicas > _FEW)
 
     def replica_for(self, program: Program, part: tuple[int, int] | None, *, grad: bool) -> int:
         """Return the replica that computes a forward. ``part``: of a batch, and the number of parts.
@@ -48,7 +56,7 @@ class Units:
         if not grad or program.buffers_written:
             return self.order.last_replica
         self._turn += 1
-        return (self._turn - 1) % self.order.num_replicas
+        return (self._turn - 1) % self._in_turn
 
     def note(self, call: int, program: Program, replica: int, *, is_part: bool) -> None:
         """Note a forward whose backward may come."""

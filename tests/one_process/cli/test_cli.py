@@ -109,7 +109,7 @@ def test_the_reference_page_equals_the_help_texts():
         (["plan", "--gpus", "two"], "gpus must be a whole number of at least 1, got 'two'"),
         (["train", "--max-restarts", "-1"], "max_restarts must be a whole number of at least 0, got -1"),
         (["plan", "--stages", "2"], "the number of stages is --gpus N --replicas never"),
-        (["run", "x.py", "--stages", "2"], "the number of stages is --gpus N\n"),
+        (["run", "x.py", "--stages", "2"], "the number of stages is --gpus N --replicas never\n"),
         (
             ["profile", "x.py", "--microbatch-sizes", "1,zero"],
             "a list of whole numbers of at least 1, such as 1,2,4",
