@@ -273,7 +273,7 @@ class Controller:
         """
         if self.first is None:
             parts = 1 if self.parts is None else self.parts.count
-            seconds = forward_seconds(recording.capture, leaves) if self.device == CPU else {}
+            seconds = forward_seconds(recording.capture, leaves) if self.device == CPU and self.count > 1 else {}
             plan = plan_of(recording.capture, seconds, self.count, parts, self.replicas, self.device)
             self._start(plan)
         else:

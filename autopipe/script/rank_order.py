@@ -2,9 +2,9 @@
 
 ::
 
-rank     0        1        2        3
-stage    0        1        0        1
-replica  0        0        1        1   (the last one: it also runs whole calls, and its last rank the tail)
+    rank     0        1        2        3
+    stage    0        1        0        1
+    replica  0        0        1        1   (the last one: it also runs whole calls, and its last rank the tail)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 
 from autopipe.cores import usable_cores
 from autopipe.errors import counted
-from autopipe.ir.plan import Stage
 from autopipe.planning.clusters import HOST_BANDWIDTH
 from autopipe.units import in_seconds
 
@@ -211,7 +210,8 @@ def prediction(controller: Controller, count: int) -> str:
     """
     stages, replicas = controller.plan.stages, controller.order.num_replicas
     one = sum(stage.seconds for stage in stages)
-    seconds = _seconds(stages, count, replicas, controller.shipping.bytes_of_stage)
+    slowest = max(stage.forward_seconds for stage in stages) + max(stage.backward_seconds for stage in stages)
+    seconds = _seconds(one, slowest, count, replicas, controller.shipping.bytes_of_stage)
     cores, threads = usable_cores(), torch.get_num_threads()
     at_a_time = max(cores / threads, 1.0)
     shared = not controller.places.are_remote and count * one / at_a_time > seconds
@@ -225,12 +225,13 @@ def prediction(controller: Controller, count: int) -> str:
     return f"{faster:.2f} times the speed of one process at most is predicted, because {why}"
 
 
-def _seconds(stages: Sequence[Stage], count: int, replicas: int, num_bytes: int) -> float:
-    """Return the seconds of microbatches in stages, and of the exchange of gradients and weights by replicas."""
-    slowest = max(stage.forward_seconds for stage in stages) + max(stage.backward_seconds for stage in stages)
+def _seconds(one: float, slowest: float, count: int, replicas: int, num_bytes: int) -> float:
+    """Return the seconds of microbatches, and of the exchange of gradients and weights by replicas.
+
+    ``one``: of a microbatch in all stages; ``slowest``: in the slowest. ``num_bytes``: of the weights of a rank.
+    """
     exchanged = 2 * num_bytes * (replicas - 1) / replicas
-    passes = sum(stage.seconds for stage in stages) + (-(-count // replicas) - 1) * slowest
-    return passes + exchanged / HOST_BANDWIDTH
+    return one + (-(-count // replicas) - 1) * slowest + exchanged / HOST_BANDWIDTH
 
 
 def _more_replicas(controller: Controller, count: int, faster: float) -> str:
@@ -239,8 +240,7 @@ def _more_replicas(controller: Controller, count: int, faster: float) -> str:
     if controller.parts is not None or len(stages) == 1 or any(p.buffers_written for p in controller.programs):
         return ""
     one = sum(stage.seconds for stage in stages)
-    exchanged = 2 * controller.shipping.bytes_of_stage * len(stages) * (ranks - 1) / ranks / HOST_BANDWIDTH
-    replicated = count * one / (-(-count // ranks) * one + exchanged)
+    replicated = count * one / _seconds(one, one, count, ranks, controller.shipping.bytes_of_stage * len(stages))
     if replicated < _WORTH * faster:
         return ""
     return f"; {replicated:.2f} times with --replicas {ranks}, if each rank has memory for the model"
