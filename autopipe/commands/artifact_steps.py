@@ -1,7 +1,7 @@
 """The steps before a run: profile, plan, generate, simulate; ``prepare`` runs those that are missing or stale.
 
-To find stale artifacts, the model is captured again, and its digest is compared with the artifact's. A command that
-names a step runs that step; the results of earlier steps are reused if they are still valid.
+A command that names a step runs that step. The results of earlier steps are reused if nothing that they were made from
+has changed; see ``store``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autopipe.capture_inputs import versions
 from autopipe.commands import evaluation
 from autopipe.commands.locks import only_one
 from autopipe.commands.measuring import ensure_profile, measure_anew
@@ -28,7 +29,7 @@ from autopipe.commands.settings import (
     ProfileSettings,
     Progress,
 )
-from autopipe.commands.store import PlanRecord, Store, Work
+from autopipe.commands.store import Input, PlanRecord, StagesRecord, Store, Work, stale
 from autopipe.commands.trusted_code import arguments_of, changed_since, record_stages, untrusted_stages
 from autopipe.errors import ArtifactError, ModelFileError, ProfileError, TraceError, counted
 from autopipe.generate import generate as generate_stages
@@ -45,6 +46,7 @@ from autopipe.planning.requests import PlanRequest
 from autopipe.planning.simulated_scores import few_cuts_of_estimate
 from autopipe.planning.teams import on_cluster
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult
+from autopipe.trace import Capture
 from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.dimensions import Minibatch
@@ -181,10 +183,20 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         if stored is not None and stored.graph.digest == plan.graph_digest:
             captured = described_as(stored.graph, captured)
             work.notes.extend(filter(None, [stored.coupling.text(plan.num_microbatches)]))
-        files = generate_stages(captured, plan, work.store.stages)
-        evaluation.record(model, plan, settings, work)
-        record_stages(work.store.stages)
+        files, _ = _write_stages(model, captured, plan, settings, work)
         return GenerateResult(plan, tuple(str(path) for path in files), tuple(work.notes))
+
+
+def _write_stages(
+    model: Model, captured: Capture, plan: Plan, settings: ProfileSettings, work: Work
+) -> tuple[list[Path], str]:
+    """Write the stage files of a plan and what they are made from. Return the files, and the note on evaluation."""
+    files = generate_stages(captured, plan, work.store.stages)
+    note = evaluation.record(model, plan, settings, work)
+    record_stages(work.store.stages)
+    record = StagesRecord(plan.graph_digest, plan.digest, model.graph.divisor, versions())
+    artifact.save(record, work.store.stages_record)
+    return files, note
 
 
 def prepare(
@@ -209,14 +221,13 @@ def prepare(
     plan, record = ensure_plan(model.workload, profile, settings, work)
     # a seed or learning rate that only this command names changes the training and not the plan
     plan = dataclasses.replace(plan, workload=model.workload.spec)
-    if _stages_are_valid(work.store, plan, model.graph.divisor):
+    reason = stale(stages_inputs(plan, model.graph.divisor, work))
+    if reason:
+        note = _write_stages(model, model.capture, plan, settings.profile, work)[1]
+        work.notes.append(f"wrote {counted(len(plan.stages), 'stage file')} to {work.store.stages}: {reason}")
+    else:
         work.notes.append("stage files reused")
         note = evaluation.note_of(model, work)
-    else:
-        generate_stages(model.capture, plan, work.store.stages)
-        note = evaluation.record(model, plan, settings.profile, work)
-        record_stages(work.store.stages)
-        work.notes.append(f"wrote {counted(len(plan.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
         graph=model.graph,
@@ -260,22 +271,34 @@ def sizes_of(settings: PlanSettings) -> Sizes:
     return Sizes(exact, settings.batch_size, quick=True)
 
 
-def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:
-    """Return whether all stage files exist, belong to this model and plan, and are as autopipe wrote them.
+def stages_inputs(plan: Plan, divisor: str, work: Work) -> Iterator[Input]:
+    """Yield the inputs of the stored stage files, compared with a plan and the divisor of the loss, as text.
 
-    Loading a stage file runs it, so a file that another account can write is not loaded. ``divisor``: the
-    divisor of the model's loss, as text.
+    The files count, too: they must exist, be as autopipe wrote them, and run.
     """
-    if untrusted_stages(store.stages):
-        return False
+    stored = work.load(StagesRecord, work.store.stages_record)
+    if stored is None:
+        yield Input(None, plan, "none were stored")
+        return
+    yield Input(stored.graph_digest, plan.graph_digest, "the model changed ({written} -> {now})")
+    yield Input(stored.plan_digest, plan.digest, "the plan changed ({written} -> {now})")
+    yield Input(stored.divisor, divisor, "the divisor of the loss changed ({written} -> {now})")
+    yield Input(stored.versions, versions(), "the version of autopipe, torch or Python changed")
+    yield Input("", untrusted_stages(work.store.stages), "{now}")  # a file that another account can write is not run
+    yield Input("", _broken_stages(plan, divisor, work.store.stages), "{now}")
+
+
+def _broken_stages(plan: Plan, divisor: str, folder: Path) -> str:
+    """Return why the stage files of a plan cannot be loaded, which runs them, or ""."""
+    digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
     try:
         for stage in plan.stages:
-            load_stage(store.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-        load_constants(store.stages)
-        load_divisor(store.stages, divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-    except ArtifactError:
-        return False
-    return True
+            load_stage(folder, stage.index, **digests)
+        load_constants(folder)
+        load_divisor(folder, divisor, **digests)
+    except ArtifactError as error:
+        return error.what
+    return ""
 
 
 def assumptions(record: PlanRecord, plan: Plan) -> tuple[str, ...]:

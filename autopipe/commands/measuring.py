@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from autopipe.commands.planning.request import (
     larger_sizes,
 )
 from autopipe.commands.settings import ModelSettings, ProfileSettings
-from autopipe.commands.store import Work
+from autopipe.commands.store import Input, Work, stale, team_inputs
 from autopipe.errors import ProfileError, RunError, counted
 from autopipe.ir import artifact, decoding
 from autopipe.ir.graph import Graph
@@ -312,7 +312,7 @@ def ensure_profile(
             return load_model(how, work, verify=False, stored=stored, minibatch=minibatch, reuse=True)
 
         model, settings = counted_if_too_large(load, settings, work) if may_count else (load(settings), settings)
-        reason = _stale(stored, model, settings)
+        reason = stale(profile_inputs(stored, model, settings))
         if not reason:
             if accept is not None:
                 accept(model.graph)
@@ -366,30 +366,21 @@ def _loaded_after(
     return model, dataclasses.replace(profile, workload=model.workload.spec)
 
 
-def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
-    """Return why a stored profile is out of date, or ""."""
-    if stored.device.kind == COUNTED and not settings.estimate:
-        return "the stored profile was counted and not timed"
-    if stored.workload.team != model.workload.spec.team:
-        return f"the team changed (--tensor-parallel {stored.workload.team} -> {model.workload.spec.team})"
-    if stored.workload.sequence != model.workload.spec.sequence:
-        return f"--{'' if model.workload.spec.sequence else 'no-'}sequence-parallel was given"
-    if stored.graph.digest != model.graph.digest:
-        return f"the model changed ({stored.graph.digest} -> {model.graph.digest})"
-    if _costs_of(stored.workload) != _costs_of(model.workload.spec):
-        return "the options of the model changed"
-    wanted = settings.device
-    if wanted == "auto":
-        import torch
-
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted is not None and wanted.partition(":")[0] != stored.device.kind:
-        return f"the device changed ({stored.device.kind} -> {wanted})"
-    if settings.threads is not None and settings.threads != stored.device.threads:
-        return f"the threads of a rank changed ({stored.device.threads} -> {settings.threads})"
+def profile_inputs(stored: Profile, model: Model, settings: ProfileSettings) -> Iterator[Input]:
+    """Yield the inputs of a stored profile, compared with a model and the settings of a command."""
+    spec, device = model.workload.spec, stored.device
+    counted = device.kind == COUNTED and not settings.estimate
+    yield Input(counted, False, "the stored profile was counted and not timed")
+    yield from team_inputs(stored.workload, spec)
+    yield Input(stored.graph.digest, model.graph.digest, "the model changed ({written} -> {now})")
+    yield Input(_costs_of(stored.workload), _costs_of(spec), "the options of the model changed")
+    wanted = find_device("auto").type if settings.device == "auto" else (settings.device or device.kind)
+    yield Input(device.kind, wanted.partition(":")[0], "the device changed ({written} -> {now})")
+    threads = device.threads if settings.threads is None else settings.threads
+    yield Input(device.threads, threads, "the threads of a rank changed ({written} -> {now})")
     measured = {measurement.microbatch_size for measurement in stored.measurements}
-    missing = [size for size in settings.microbatch_sizes or () if size not in measured]
-    return f"microbatch size {missing[0]} was not measured" if missing else ""
+    for size in settings.microbatch_sizes or ():
+        yield Input(size in measured, True, f"microbatch size {size} was not measured")
 
 
 def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:

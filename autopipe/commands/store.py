@@ -1,18 +1,24 @@
-"""The work directory: the paths of its artifacts, and how they are loaded."""
+"""The work directory: the paths of its artifacts, how they are loaded, and when they are stale.
+
+An artifact is stale if an input that it was made from has another value now. The inputs are compared in order, and the
+first that differs is the reason, which a command says: ``measuring.profile_inputs``, ``choose.plan_inputs``,
+``artifact_steps.stages_inputs``.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopipe.commands.settings import WORK_DIRECTORY, Progress
 from autopipe.errors import ArtifactError, VersionError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Profile
+from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.planning.requests import PlanRequest
 
 T = TypeVar("T")
@@ -26,6 +32,16 @@ class PlanRecord:
     profile_digest: str  # of the profile's figures
     request: PlanRequest
     cluster: Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class StagesRecord:
+    """The origin of the stage files of a work directory."""
+
+    graph_digest: str
+    plan_digest: str
+    divisor: str  # of the loss, as text
+    versions: tuple[str, ...]  # of what wrote them; see ``capture_inputs.versions``
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,11 @@ class Store:
     def stages(self) -> Path:
         """The generated files."""
         return self.path / "stages"
+
+    @property
+    def stages_record(self) -> Path:
+        """The origin of the generated files."""
+        return self.path / "stages-record.json"
 
     @property
     def timeline(self) -> Path:
@@ -119,6 +140,28 @@ class Store:
                 where=str(self.plan),
                 remedy=self.renew(self.plan),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of an artifact: its value when the artifact was written, and its value now."""
+
+    written: Any
+    now: Any
+    reason: str  # why the artifact is stale if they differ, with {written} and {now}
+
+
+def stale(inputs: Iterable[Input]) -> str:
+    """Return the reason of the first input that differs, or "" without one. The inputs after it are not computed."""
+    different = (entry for entry in inputs if entry.written != entry.now)
+    return next((entry.reason.format(written=entry.written, now=entry.now) for entry in different), "")
+
+
+def team_inputs(stored: WorkloadSpec, now: WorkloadSpec) -> Iterator[Input]:
+    """Yield the team of a workload, compared with that of a command."""
+    yield Input(stored.team, now.team, "the team changed (--tensor-parallel {written} -> {now})")
+    given = f"--{'' if now.sequence else 'no-'}sequence-parallel was given"
+    yield Input(stored.sequence, now.sequence, given)
 
 
 def written(path: Path) -> int:

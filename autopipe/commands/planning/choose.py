@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopipe.commands.planning.request import request_of, unmeasured
 from autopipe.commands.settings import PlanSettings, Progress
-from autopipe.commands.store import PlanRecord, Work, profile_digest
+from autopipe.commands.store import Input, PlanRecord, Work, profile_digest, stale, team_inputs
 from autopipe.errors import DoesNotFitError, PlanError, RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster, Links
@@ -62,20 +62,13 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
         reason = f"{work.store.record.name} is missing"
     if stored is not None and record is not None:
         work.store.refuse_mismatch(stored, record)
-        same_model = stored.graph_digest == profile.graph.digest
-        if same_model or not settings.profile.model.is_given:
+        if stored.graph_digest == profile.graph.digest or not settings.profile.model.is_given:
             request = record.request.overlaid(newer)
-        changes = record.request.changes_to(request)
-        if not same_model:
-            reason = f"the model changed ({stored.graph_digest} -> {profile.graph.digest})"
-            if stored.team != profile.workload.team:
-                reason = f"--tensor-parallel {stored.team} -> {profile.workload.team}"
-            elif stored.workload.sequence != profile.workload.sequence:
-                reason = f"--{'' if profile.workload.sequence else 'no-'}sequence-parallel"
-        elif changes:
-            reason = ", ".join(changes)
-        else:
-            reason = "" if settings.resumed else _new_figures(record, request, profile, work)
+
+        def cluster() -> Cluster:
+            return cluster_of(request, ranks_of(request, profile), profile, work)
+
+        reason = stale(plan_inputs(stored, record, profile, request, None if settings.resumed else cluster))
         if not reason:
             refuse_disagreement(stored, profile.graph)
             earlier = "".join(f"{option}, " for option in record.request.options_beyond(newer))
@@ -89,16 +82,24 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
     return chosen.plan, chosen.record
 
 
-def _new_figures(record: PlanRecord, request: PlanRequest, profile: Profile, work: Work) -> str:
-    """Return which figures have changed since a plan was made, or ""."""
-    if record.profile_digest != profile_digest(profile):
-        return "the profile has changed"
-    now = cluster_of(request, ranks_of(request, profile), profile, work)
-    if now.levels != record.cluster.levels:
-        return "the links were measured again"
-    if now.cores != record.cluster.cores:
-        return f"its ranks have other cores ({_cores(record.cluster)} -> {_cores(now)})"
-    return ""
+def plan_inputs(
+    stored: Plan, record: PlanRecord, profile: Profile, request: PlanRequest, cluster: Callable[[], Cluster] | None
+) -> Iterator[Input]:
+    """Yield the inputs of a stored plan, compared with a profile, a request, and the cluster that ``cluster`` returns.
+
+    ``cluster``: None for a run that is resumed, which keeps its plan whatever was measured since.
+    """
+    if stored.graph_digest != profile.graph.digest:
+        yield from team_inputs(dataclasses.replace(stored.workload, team=stored.team), profile.workload)
+    yield Input(stored.graph_digest, profile.graph.digest, "the model changed ({written} -> {now})")
+    changes = ", ".join(record.request.changes_to(request))
+    yield Input("", changes, "{now}")
+    if cluster is None:
+        return
+    yield Input(record.profile_digest, profile_digest(profile), "the profile has changed")
+    now = cluster()
+    yield Input(record.cluster.levels, now.levels, "the links were measured again")
+    yield Input(_cores(record.cluster), _cores(now), "its ranks have other cores ({written} -> {now})")
 
 
 def _cores(cluster: Cluster) -> str:
