@@ -87,7 +87,8 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     bit for bit. What cannot be equal is refused, with the line of the script.
 
     With --num-microbatches, the batch of each training call is cut, and its outputs are joined before the script's
-    loss. The result is that of the script joining the same parts: sums in another order, other dropout masks.
+    loss. The result is that of the script joining the same parts: sums in another order, other dropout masks. auto, the
+    default for a model on a GPU, does so only where nothing but the order of sums changes.
 
     With --check, a second process is forked at the first training call. It goes on without stages up to that optimizer
     step, and all weights and standard output are compared. What it would write is kept from the file system.
@@ -103,7 +104,7 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
         list(arguments),
         stages=given["gpus"],
         check=given["check"],
-        num_microbatches=given["num_microbatches"] or 1,
+        num_microbatches=given["num_microbatches"],
         replicas=given["replicas"],
         timeout=given["timeout"],
         folder=given["stages_dir"],

@@ -11,6 +11,7 @@ from autopipe.commands.training.submission import in_an_allocation
 from autopipe.errors import RunError
 from autopipe.launch import slurm
 from autopipe.launch.request import LaunchSettings
+from autopipe.script.patches import AUTO
 from autopipe.script.rank_locations import Places, keep_alive
 from autopipe.script.runner import INTERRUPTED, end_by_interrupt, run_script
 
@@ -27,7 +28,7 @@ def run(
     *,
     stages: int | None,
     check: int,
-    num_microbatches: int,
+    num_microbatches: str | None,
     replicas: str,
     timeout: float,
     folder: Path | None,
@@ -38,15 +39,17 @@ def run(
 
     ``stages``: None: as many as the launcher has started or the hosts have slots, else ``STAGES``. ``check``: optimizer
     steps to compare with the script in a process of its own. ``num_microbatches``: parts into which the batch of each
-    training call is cut. ``replicas``: copies of the model, each in stages on its share of the ranks: "auto", "never",
-    or their number. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than 0 do not return.
+    training call is cut, "auto", or None: "auto" for a model on a GPU, else 1. ``replicas``: copies of the model, each
+    in stages on its share of the ranks: "auto", "never", or their number. ``timeout``: seconds. Under
+    ``--launcher env``, the processes of other ranks than 0 do not return.
 
     Raises: RunError if the script cannot be read, or the ranks cannot be started.
     """
     number = _number_of(replicas)
+    parts = None if num_microbatches is None else _parts_of(num_microbatches)
     places = _places(launch or LaunchSettings(), stages, timeout)
     if number > 1:
-        _refuse_replicas(number, places.count, num_microbatches)
+        _refuse_replicas(number, places.count, parts or 1)
     return run_script(
         script,
         words,
@@ -54,7 +57,7 @@ def run(
         timeout=timeout,
         folder=folder,
         steps=check,
-        parts=num_microbatches,
+        parts=parts,
         replicas=number,
         quiet=quiet,
     )
@@ -66,6 +69,13 @@ def _number_of(replicas: str) -> int:
     if replicas not in words and not (replicas.isdecimal() and int(replicas) > 0):
         raise RunError(f"--replicas is {replicas!r}", remedy="auto, never, or a number, such as 2")
     return words[replicas] if replicas in words else int(replicas)
+
+
+def _parts_of(text: str) -> int:
+    """Return a number of parts; ``AUTO`` for "auto"."""
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise RunError(f"--num-microbatches is {text!r}", remedy="auto, or a number, such as 4; 1 keeps batches whole")
+    return AUTO if text == "auto" else int(text)
 
 
 def _refuse_replicas(replicas: int, ranks: int, parts: int) -> None:

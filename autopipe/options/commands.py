@@ -280,11 +280,12 @@ class ScriptCommand(HostOptions, total=False):
         ),
     ]
     num_microbatches: Annotated[
-        int | None,
+        str | None,
         Option(
-            "Parts of the batch of each training call, for overlap. Above 1, not bit-equal to python.",
+            "Parts of the batch of each training call, for overlap; not bit-equal to python. auto: where parts change "
+            "the order of sums only. [default: auto for a model on a GPU, else 1]",
             common=True,
-            metavar="M",
+            metavar="auto|M",
         ),
     ]
     replicas: Annotated[

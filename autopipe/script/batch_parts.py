@@ -7,22 +7,31 @@ computes ``torch.cat([model(part) for part in parts])``. So all forwards come be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from autopipe.script.batch_samples import ACCUMULATE, Cut, UncutError, batch_norms, check_samples, cut
+from autopipe.script.batch_samples import (
+    ACCUMULATE,
+    Cut,
+    StaysWholeError,
+    UncutError,
+    WholeBatches,
+    batch_norms,
+    check_samples,
+    cut,
+    form_of,
+)
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
-from autopipe.script.run_summary import prediction
+from autopipe.script.run_summary import WORTH
 from autopipe.script.state.remote import plain
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
+    from autopipe.ir.plan import Plan
     from autopipe.script.calls.programs import Sent
     from autopipe.script.controller import Controller
 
@@ -30,17 +39,33 @@ if TYPE_CHECKING:
 class Parts:
     """Cuts the training calls of one controller into ``count`` parts.
 
-    ``planned``: called with the number of replicas that compute them, before the first part is.
+    ``planned``: called with the number of replicas that compute them, before the first part is. ``whole``: which calls
+    stay whole; None: none does, and what cannot be cut is refused.
     """
 
-    def __init__(self, controller: Controller, count: int, planned: Callable[[int], None] | None = None) -> None:
-        self.controller, self.count, self.planned = controller, count, planned
+    def __init__(
+        self,
+        controller: Controller,
+        count: int,
+        planned: Callable[[int], None] | None = None,
+        whole: WholeBatches | None = None,
+    ) -> None:
+        self.controller, self.count, self.planned, self.whole = controller, count, planned, whole
         self.sizes: tuple[int, ...] = ()  # samples of each part of the first call
         self._shown: set[Hashable] = set()  # forms of the call in which the model computes each sample on its own
         self._rows: dict[Hashable, tuple[Any, ...]] = {}  # by form, what each output has for one sample
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        """Return the outputs for the whole batch as lazy tensors; NotImplemented for a later batch of one sample."""
+        """Return the outputs for the whole batch as lazy tensors; NotImplemented for a batch that stays whole."""
+        if self.whole is not None and self._stays_whole(args, kwargs, self.whole):
+            return NotImplemented
+        try:
+            return self._in_parts(args, kwargs)
+        except StaysWholeError:
+            self._keep_whole("" if self.whole is None else self.whole.always)
+            return NotImplemented
+
+    def _in_parts(self, args: Any, kwargs: Any) -> Any:
         try:
             parts = cut(args, kwargs, self.count)
         except UncutError as error:
@@ -49,8 +74,8 @@ class Parts:
             if not self.sizes:
                 raise refused("the batch cannot be divided: it has one sample", "--num-microbatches 1")
             return NotImplemented
-        form = self._form(args, kwargs, parts)
-        if form not in self._shown:
+        form = form_of(self.controller.model, args, kwargs, parts.tensors)
+        if self.whole is None and form not in self._shown:
             self._show(args, kwargs, parts, form)
         self.sizes = self.sizes or parts.sizes
         sent = []
@@ -65,23 +90,51 @@ class Parts:
         self._check_rows(complete, parts, form)
         return self._joined(complete)
 
-    def _form(self, args: Any, kwargs: Any, parts: Cut) -> Hashable:
-        """Return what two calls that differ only in samples have in common."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        entries: list[Hashable] = []
-        for value, divided in zip(flat, parts.tensors, strict=True):
-            if isinstance(value, Tensor):
-                entries.append((tuple(value.shape[divided:]), value.dtype))
-            else:
-                entries.append(repr(value))
-        modes = tuple(module.training for module in self.controller.model.modules())
-        return str(structure), tuple(entries), modes, self.controller.autocast_now()
+    def seen_backward(self) -> None:
+        """Note a backward through the model."""
+        if self.whole is not None:
+            self.whole.seen_backward()
 
-    def _show(self, args: Any, kwargs: Any, parts: Cut, form: Hashable) -> None:
+    def _stays_whole(self, args: Any, kwargs: Any, whole: WholeBatches) -> bool:
+        controller = self.controller
+        reason = whole.reason(controller.model, args, kwargs, self.count, controller.device, self._trial)
+        if reason:
+            self._keep_whole(reason)
+        return bool(reason)
+
+    def _keep_whole(self, reason: str) -> None:
+        controller = self.controller
+        controller.notes.stays_whole(reason)
+        if self.whole is not None and self.whole.always:
+            controller.parts, controller.is_timed = None, False  # the times are of parts
+            if controller.ranks is None:  # replicas may still be asked for
+                controller.replicas = controller.replicas or 1
+
+    def accept(self, plan: Plan) -> None:
+        """Accept the plan for the first batch, if parts are worth it or asked for.
+
+        Raises: StaysWholeError.
+        """
+        faster = self.count * sum(stage.seconds for stage in plan.stages) / plan.predicted.step_seconds
+        is_worth = self.whole is None or faster >= WORTH
+        if self.planned is not None:
+            self.planned(len(plan.stages[0].ranks) if is_worth else 0)
+        if self.whole is not None and not is_worth:
+            self.whole.always = f"parts are predicted to have {faster:.2f} times the speed of one process"
+            raise StaysWholeError
+
+    @contextlib.contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Let the model run in this process, on its newest tensors."""
         controller = self.controller
         if controller.ranks is not None:
             controller.weights.touch(())
-        with plain(controller.tensors()), contextlib.redirect_stdout(None):
+        with plain(controller.tensors()):
+            yield
+
+    def _show(self, args: Any, kwargs: Any, parts: Cut, form: Hashable) -> None:
+        controller = self.controller
+        with self._trial(), contextlib.redirect_stdout(None):
             before = ModelSnapshot(controller.model)
             if check_samples(controller.model, args, kwargs, parts, controller.device):
                 self._shown.add(form)
@@ -134,11 +187,13 @@ class Parts:
         count, are_replicas = len(self.sizes), controller.order.last_replica > 0
         sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         lines = [
-            f"each training batch is cut into {count} parts of {sizes}: {prediction(controller, count)}",
+            f"each training batch is cut into {count} parts of {sizes}: {controller.notes.predict(controller, count)}",
             f"not bit-equal to python: gradients are sums over {'replicas and ' if are_replicas else ''}parts",
         ]
         if any(program.draws for program in controller.programs):
             lines.append("not equal to python: each part draws its random numbers (dropout)")
+        if self.whole is not None:
+            lines.append("--num-microbatches 1 keeps batches whole, with the numbers of python")
         norms = batch_norms(controller.model)
         if norms:
             others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""

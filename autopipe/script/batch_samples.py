@@ -14,8 +14,9 @@ Batch norm in training mode mixes samples by its definition. Its layers use thei
 from __future__ import annotations
 
 import contextlib
+import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +28,119 @@ from torch.utils import _pytree as pytree
 
 from autopipe.bits import same_bits
 from autopipe.script.devices import CPU, generators, moved, set_generators
-from autopipe.script.refusals import refused
+from autopipe.script.refusals import RefusedError, raised, refused
 from autopipe.script.settings import autocast_now
+from autopipe.trace.record.containers import CONTAINERS
+from autopipe.trace.record.model_snapshot import REGISTRIES, ModelSnapshot
 
 ACCUMULATE = "accumulate gradients in the script over smaller batches: they overlap, with the same numbers"
 OUTSIDE = f"compute it from the outputs, outside of the model's forward; or {ACCUMULATE}"
 
 
+Room = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 def batch_norms(model: nn.Module) -> list[str]:
     """Return the paths of the layers that would normalize with the statistics of a part."""
     return [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
+
+
+def form_of(model: nn.Module, args: Any, kwargs: Any, divided: Sequence[bool]) -> Hashable:
+    """Return what two calls of a model that differ only in samples have in common. ``divided``: see ``Cut.tensors``."""
+    flat, structure = pytree.tree_flatten((args, kwargs))
+    entries: list[Hashable] = []
+    for value, own in zip(flat, divided, strict=True):
+        entries.append((tuple(value.shape[own:]), value.dtype) if isinstance(value, Tensor) else repr(value))
+    return str(structure), tuple(entries), tuple(module.training for module in model.modules()), autocast_now()
+
+
+class WholeBatches:
+    """Which training calls stay whole with ``--num-microbatches auto``.
+
+    Those in which parts would change more than the order of sums, and all of a script that accumulates gradients. The
+    second process of ``--check`` has a copy, and decides alike.
+    """
+
+    def __init__(self) -> None:
+        self.always = ""  # why all calls stay whole from now on
+        self._is_first = True
+        self._backwards = 0  # through the model, since the last step of an optimizer
+        self._reasons: dict[Hashable, str] = {}  # by the form of the call
+
+    def seen_backward(self) -> None:
+        """Note a backward through the model."""
+        self._backwards += 1
+
+    def seen_step(self) -> None:
+        """Note a step of an optimizer, or that it drops gradients, as before a step that ``GradScaler`` leaves out."""
+        self._backwards = 0
+
+    def reason(self, model: nn.Module, args: Any, kwargs: Any, count: int, device: torch.device, trial: Room) -> str:
+        """Return why a call stays whole, or "". If it is the first one, all that follow do, too.
+
+        ``count``: of parts. ``device``: of the model. ``trial``: inside of which the model may run in this process.
+        """
+        if self._backwards and not self.always:
+            self.always = "the script accumulates gradients over several of them, from now on"
+        if self.always:
+            return self.always
+        reason = self._of_call(model, args, kwargs, count, device, trial)
+        if self._is_first:
+            self._is_first, self.always = False, reason
+        return reason
+
+    def _of_call(self, model: nn.Module, args: Any, kwargs: Any, count: int, device: torch.device, trial: Room) -> str:
+        try:
+            parts = cut(args, kwargs, count)
+        except UncutError as error:
+            return str(error)
+        if len(parts.sizes) == 1:
+            return "a batch has one sample"
+        form = form_of(model, args, kwargs, parts.tensors)
+        if form not in self._reasons:
+            with trial():
+                reason, is_shown = _why_whole(model, args, kwargs, parts, device)
+            if not is_shown:
+                return reason
+            self._reasons[form] = reason
+        return self._reasons[form]
+
+
+def _why_whole(model: nn.Module, args: Any, kwargs: Any, parts: Cut, device: torch.device) -> tuple[str, bool]:
+    """Return what parts of a call would change beside the order of sums, or "", and whether this batch shows it."""
+    norms = batch_norms(model)
+    if norms:
+        return f"batch norm ({norms[0]}) would use the statistics of each part", True
+    lengths = _lengths(model)
+    before, printed = ModelSnapshot(model), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            is_shown = _Trial(model, args, kwargs, parts, device, may_draw=False).run()
+        changed = next((f"{path}.{name}".lstrip(".") for path, name, _, _ in before.changed(model)), "")
+    except RefusedError as error:
+        raised.remove(error)
+        return error.what.removeprefix("autopipe run: "), True
+    except Exception as error:  # also for lack of memory, on a device
+        return f"the model cannot be tried on parts: {type(error).__name__}: {str(error).partition(chr(10))[0]}", True
+    finally:
+        drawn = before.random_drawn()
+        grown = next((name for name, length in _lengths(model).items() if lengths.get(name) != length), "")
+        before.restore()
+    name = changed or grown
+    effect = "prints" if printed.getvalue() else f"draws from {drawn}" if drawn else f"changes {name}" if name else ""
+    if effect:
+        return f"the forward {effect}, and would do so for each part", True
+    return "", is_shown
+
+
+def _lengths(model: nn.Module) -> dict[str, int]:
+    """Return the lengths of the containers in the attributes of modules, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): len(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, CONTAINERS) and name not in REGISTRIES
+    }
 
 
 def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device = CPU) -> bool:
@@ -50,7 +154,10 @@ def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: to
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device, *, may_draw: bool = True
+    ) -> None:
+        self.may_draw = may_draw
         self.model, self.args, self.kwargs, self.cut = model, args, kwargs, cut
         self.device, self.states = device, generators(device)
 
@@ -60,6 +167,8 @@ class _Trial:
             with torch.no_grad(), _evaluating(norms):
                 whole = self._called(self.args, self.kwargs)
                 draws = bool(moved(self.states, self.device))
+                if draws and not self.may_draw:
+                    raise refused("each part would draw random numbers of its own (dropout)")
                 parts = self._of_parts()
                 self._same_shapes(whole, parts)
                 if not draws:
@@ -206,6 +315,10 @@ def _evaluating(layers: list[nn.Module]) -> Iterator[None]:
     finally:
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
+
+
+class StaysWholeError(Exception):
+    """The first batch stays whole: parts are not worth it."""
 
 
 class UncutError(ValueError):

@@ -144,10 +144,6 @@ class Controller:
         self.ranks.send(self.last_rank, command)
         return self.ranks.receive(self.last_rank)
 
-    def autocast_now(self) -> Any:
-        """Return the script's autocast regions at this moment."""
-        return autocast_now()
-
     def note_read(self, name: str) -> None:
         """Note that the script uses a parameter."""
         if self.weights.stale:
@@ -191,7 +187,7 @@ class Controller:
         assert self.ranks is not None
         self.weights.push()
         call = self.new_key()
-        if grad and any(cache for _, _, cache in self.autocast_now()):
+        if grad and any(cache for _, _, cache in autocast_now()):
             self.regions.note(call)
         replica = self.units.replica_for(program, part, grad=grad)
         self._share_buffers(replica != self.order.last_replica)
@@ -273,8 +269,12 @@ class Controller:
         """
         if self.first is None:
             parts = 1 if self.parts is None else self.parts.count
-            seconds = forward_seconds(recording.capture, leaves) if self.device == CPU and self.count > 1 else {}
+            is_measured = self.device == CPU and self.count > 1
+            seconds = forward_seconds(recording.capture, leaves, parts) if is_measured else {}
+            self.is_timed = bool(seconds)
             plan = plan_of(recording.capture, seconds, self.count, parts, self.replicas, self.device)
+            if self.parts is not None:
+                self.parts.accept(plan)
             self._start(plan)
         else:
             assert self.plan is not None
@@ -305,8 +305,6 @@ class Controller:
         self.order = RankOrder(self.count, len(plan.stages))
         self.units = Units(self.order)
         needed = [plan.stages[self.order.stage_of(rank)].peak_bytes for rank in range(self.count)]
-        if self.parts is not None and self.parts.planned is not None:
-            self.parts.planned(self.order.num_replicas)
         self.ranks = Ranks(self.places, self.order, self.timeout, self.folder, needed, self.device)
         self.weights = Weights(tensors, self.ask, self._write)
         self.gradients = Gradients(self.ask, self.send, self.scatter)
@@ -368,6 +366,8 @@ class Controller:
             self.units.forget(calls)
         self.gradients.moved()
         self.notes.backward()
+        if self.parts is not None:
+            self.parts.seen_backward()
 
     def before_step(self) -> None:
         """Send what the script has changed since, before a step."""

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autopipe.script.codec import UnsendableError, Value
 from autopipe.script.devices import generators, moved, parsed
 from autopipe.script.refusals import refused
+from autopipe.script.settings import autocast_now
 from autopipe.script.state.metadata import METADATA, METADATA_CALLS
 from autopipe.script.state.parked import is_parked, plain_of
 from autopipe.script.state.remote import is_remote, tracked
@@ -249,7 +250,7 @@ def _recorded(  # noqa: PLR0915 - one call, step by step
     states = _draw(controller, func, args, kwargs) if drawn.count else {}
     if not (tensors or dynamic or writes or result is None):
         return _on_numbers(func, args, kwargs)
-    regions = controller.autocast_now()
+    regions = autocast_now()
     keys = [controller.new_key() for _ in (tensors if not dynamic else [0])]
     extra = controller.new_key()
     moves = name in _MOVES

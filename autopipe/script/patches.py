@@ -17,9 +17,11 @@ from torch.utils._device import _device_constructors
 
 from autopipe.script import lazy, wrappers
 from autopipe.script.batch_parts import Parts
+from autopipe.script.batch_samples import WholeBatches
 from autopipe.script.check.reference import Reference
 from autopipe.script.check.second import Second
 from autopipe.script.controller import Controller
+from autopipe.script.devices import CPU, device_of
 from autopipe.script.lazy import Lazy
 from autopipe.script.model_detection import Choice, explain
 from autopipe.script.rank_locations import Places
@@ -32,13 +34,17 @@ from autopipe.script.state.remote import busy, is_remote
 from autopipe.script.state.weights import named_tensors
 
 _CALL = nn.Module.__call__
+AUTO = 0
+"""A number of parts: as many as suit."""
+PARTS_PER_RANK = 4
 
 
 class Patches:
     """The replaced functions. They stay for the rest of the process: it runs one script.
 
-    ``places``: of the ranks. ``parts``: of the batch of each training call. ``replicas``: that compute
-    them; 0: as many as are fastest.
+    ``places``: of the ranks. ``parts``: of the batch of each training call; ``AUTO``: as many as suit, where they
+    change the order of sums only; None: ``AUTO`` for a model on a GPU, else one. ``replicas``: that compute them; 0: as
+    many as are fastest.
     ``steps``: of an optimizer, that are compared with those of the script in a process of its own; 0 for none.
     """
 
@@ -49,15 +55,22 @@ class Patches:
         timeout: float,
         folder: Path | None,
         notes: Notes,
-        parts: int = 1,
+        parts: int | None = 1,
         steps: int = 0,
         replicas: int = 1,
     ) -> None:
-        self.places, self.timeout, self.folder, self.notes, self.parts = places, timeout, folder, notes, parts
-        self.replicas = replicas
+        self.places, self.timeout, self.folder, self.notes = places, timeout, folder, notes
+        self.replicas, self._is_exact_on_cpu = replicas, parts is None and replicas <= 1
+        self.parts, self.whole = self._cutting(1 if parts is None else parts)
         self.copies, self.choice = Copies(), Choice()
-        self.reference = Reference(steps, notes, self.choice, parts) if steps else None
+        self.reference = Reference(steps, notes, self.choice, self.parts, self.whole) if steps else None
         self.second: Second | None = None  # in the process that the reference has forked
+
+    def _cutting(self, parts: int) -> tuple[int, WholeBatches | None]:
+        """Return the number of parts of a batch, and what decides which batches stay whole; None: all are cut."""
+        if parts != AUTO or self.places.count == 1:
+            return max(parts, 1), None
+        return PARTS_PER_RANK * self.places.count, WholeBatches()
 
     def install(self) -> None:
         """Replace them."""
@@ -120,6 +133,8 @@ class Patches:
         own = {id(tensor) for tensor in named_tensors(model).values()}
         for optimizer in self.choice.optimizers_of(model):
             check(optimizer, own)
+        if self._is_exact_on_cpu and device_of(model) != CPU:
+            self.parts, self.whole = self._cutting(AUTO)
         if self.reference is not None:
             self.second = self.reference.begin(model)
             if self.second is not None:
@@ -134,7 +149,7 @@ class Patches:
         )
         if self.parts > 1:
             planned = self.reference.planned if self.reference is not None else None
-            controller.parts = Parts(controller, self.parts, planned)
+            controller.parts = Parts(controller, self.parts, planned, self.whole)
         starting.append(controller)
         result = controller.call(args, kwargs)
         remote.controller = controller
@@ -161,6 +176,7 @@ class Patches:
         zero = Optimizer.zero_grad
 
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            self._seen_step()
             if not self.copies.is_remote(optimizer):
                 zero(optimizer, set_to_none)
                 return
@@ -170,6 +186,7 @@ class Patches:
         module_zero = nn.Module.zero_grad
 
         def module_zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            self._seen_step()
             parameters = list(module.parameters())
             if busy() or not any(map(is_remote, parameters)):
                 module_zero(module, set_to_none)
@@ -177,6 +194,10 @@ class Patches:
                 _zero(parameters, set_to_none)
 
         nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign,assignment]
+
+    def _seen_step(self) -> None:
+        if self.whole is not None:
+            self.whole.seen_step()
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         modules = modules_of(step)
@@ -191,6 +212,7 @@ class Patches:
                     result = closure()  # the first one may put the model into stages
                 given = (lambda: result,)
                 on_ranks = on_ranks or self.copies.is_remote(optimizer)
+            self._seen_step()
             if self.second is None and self.reference is not None and not busy():
                 self.reference.look_ahead()
             if not on_ranks:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 _GAIN = 1.005  # what is shown as more than 1.00
-_WORTH = 1.1  # times faster, for another option to be named
+WORTH = 1.1
+"""Times faster, for another option to be named, or batches to be cut."""
 
 
 class Notes:
@@ -43,7 +45,9 @@ class Notes:
         self._pending: Counter[str] = Counter()
         self._reported = False
         self._written: set[str] = set()  # lines, or what they are about
+        self._is_whole = False  # --num-microbatches auto does not cut
         self._whole = 0  # optimizer steps of other models
+        self._prediction: Prediction | None = None  # for these ranks and the script as it is
 
     def say(self, text: str) -> None:
         """Write one line."""
@@ -69,6 +73,11 @@ class Notes:
         if (about or text) not in self._written:
             self._written.add(about or text)
             self.say(text)
+
+    def stays_whole(self, reason: str) -> None:
+        """Say once why ``--num-microbatches auto`` does not cut a batch."""
+        self._is_whole = True
+        self.once(f"batches stay whole: {reason}", about=reason)
 
     def whole(self, name: str) -> None:
         """Count a step of a model that runs in the script's process; name it once."""
@@ -119,9 +128,10 @@ class Notes:
             )
             return
         if count == 1:
+            number = max(controller.count, 4) if self._is_whole else "auto"
             self.say(
                 f"no overlap between {ranks}, and training is not faster: each optimizer step has one backward. "
-                f"For overlap: accumulation in the script, or --num-microbatches {max(controller.count, 4)}"
+                f"For overlap: accumulation in the script, or --num-microbatches {number}"
             )
             return
         if reads:
@@ -129,10 +139,10 @@ class Notes:
             what = "forwards do not overlap" if controller.order.last_replica else "no overlap between stages"
             self.say(
                 f"{what}: numbers are read between the {count} microbatches of a step at {places}. "
-                f"Without that, {prediction(controller, count)}"
+                f"Without that, {prediction(controller, count).text}"
             )
             return
-        self.say(f"overlap from the script's accumulation of {count} microbatches: {prediction(controller, count)}")
+        self.say(f"overlap from the script's accumulation of {count} microbatches: {self.predict(controller, count)}")
 
     def start(self, controller: Controller) -> None:
         """Name the stages."""
@@ -158,18 +168,47 @@ class Notes:
         if self._steps >= self.untimed and self._steps not in dict(self._computed):
             self._computed[1:] = [(self._steps, time.monotonic())]
 
-    def end(self) -> None:
-        """Say how long a step took, and where weights were read most."""
+    def predict(self, controller: Controller, count: int) -> str:
+        """Return the predicted speed of steps of ``count`` microbatches; ``end`` compares the measured one with it."""
+        self._prediction = prediction(controller, count)
+        return self._prediction.text
+
+    def end(self, one_process: float, one: str = "one process") -> None:
+        """Say how long a step took, compared with the prediction, and where weights were read most.
+
+        ``one_process``: seconds of a step of the script in a process of its own; 0 if they were not measured. ``one``:
+        what that process is.
+        """
         if len(self._computed) == 2:
             (first, begin), (last, end) = self._computed
-            each = in_seconds((end - begin) / (last - first))
-            self.say(f"{self._steps} optimizer steps; {each} each after the first {first}, with the script's own work")
+            each = (end - begin) / (last - first)
+            steps = f"{self._steps} optimizer steps; {in_seconds(each)} each after the first {first}"
+            self.say(f"{steps}, with the script's own work{self._compared(each, one_process, one)}")
         if self._whole:
             self.say(f"{self._whole} more optimizer steps, of other models, ran in this process")
         many = [(where, times) for where, times in self.gathers.most_common(3) if times > 3]
         if many:
             places = ", ".join(f"{where} ({times} times)" for where, times in many)
             self.say(f"weights were brought from the ranks at {places}")
+
+    def _compared(self, each: float, one_process: float, one: str) -> str:
+        """Return how the seconds of a step compare with those of one process, and with the prediction."""
+        expected = self._prediction
+        if one_process:
+            ratio = one_process / each
+            speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times slower than"
+            predicted = "" if expected is None else f"; {expected.faster:.2f} times were predicted"
+            return f": {speed} {one} (its second step took {in_seconds(one_process)}{predicted})"
+        return "" if expected is None or not expected.seconds else f"; {in_seconds(expected.seconds)} predicted without"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The speed of a step that is predicted from the times of the model's operations, without the script's own work."""
+
+    faster: float  # times the speed of one process
+    seconds: float  # of a step; 0 if operations were counted and not timed
+    text: str
 
 
 def _read_at(where: str, times: int) -> str:
@@ -202,8 +241,8 @@ def _option_at(where: str) -> str:
     return option
 
 
-def prediction(controller: Controller, count: int) -> str:
-    """Return a sentence about the speed of ``count`` microbatches on the ranks, compared with one process.
+def prediction(controller: Controller, count: int) -> Prediction:
+    """Return the speed of ``count`` microbatches on the ranks, compared with one process.
 
     The slowest forward and the slowest backward set the pace. On this host, the ranks share its cores. Each has the
     threads of the script, which uses as many cores by itself.
@@ -216,13 +255,14 @@ def prediction(controller: Controller, count: int) -> str:
     at_a_time = max(cores / threads, 1.0)
     shared = not controller.places.are_remote and count * one / at_a_time > seconds
     faster = at_a_time if shared else count * one / seconds
+    step = count * one / faster if controller.is_timed else 0.0
     if not shared:
-        return f"{faster:.2f} times the speed of one process is predicted{_more_replicas(controller, count, faster)}"
+        more = _more_replicas(controller, count, faster)
+        return Prediction(faster, step, f"{faster:.2f} times the speed of one process is predicted{more}")
     ranks = counted(len(stages), "stage") if replicas == 1 else counted(controller.count, "rank")
     why = f"{ranks} with {counted(threads, 'thread')} each share {counted(cores, 'core')}"
-    if faster < _GAIN:
-        return f"the speed of one process at most is predicted, because {why}"
-    return f"{faster:.2f} times the speed of one process at most is predicted, because {why}"
+    times = "" if faster < _GAIN else f"{faster:.2f} times "
+    return Prediction(faster, step, f"{times}the speed of one process at most is predicted, because {why}")
 
 
 def _seconds(one: float, slowest: float, count: int, replicas: int, num_bytes: int) -> float:
@@ -241,6 +281,6 @@ def _more_replicas(controller: Controller, count: int, faster: float) -> str:
         return ""
     one = sum(stage.seconds for stage in stages)
     replicated = count * one / _seconds(one, one, count, ranks, controller.shipping.bytes_of_stage * len(stages))
-    if replicated < _WORTH * faster:
+    if replicated < WORTH * faster:
         return ""
     return f"; {replicated:.2f} times with --replicas {ranks}, if each rank has memory for the model"

@@ -129,7 +129,7 @@ def run_script(
     timeout: float,
     folder: Path | None,
     steps: int,
-    parts: int = 1,
+    parts: int | None = 1,
     replicas: int = 1,
     quiet: bool = False,
 ) -> int:
@@ -137,8 +137,7 @@ def run_script(
 
     ``places``: of the ranks, one for each stage. ``timeout``: seconds that a rank may be silent. ``folder``: where the
     stage files remain. ``steps``: optimizer steps that are compared with the script in a process of its own; 0 for
-    none. ``parts``: into which the batch of each training call is cut. ``replicas``: copies of the model that
-    compute them; 0: as many as are fastest.
+    none. ``parts`` and ``replicas``: see ``Patches``.
 
     Raises: RunError if the file cannot be read, or a host does not fit.
     """
@@ -177,7 +176,10 @@ def run_script(
                 controller.release()
             if not patching.starting:
                 notes.untrained(script, vars(sys.modules["__main__"]), places.count)
-            notes.end()
+            if reference is None:
+                notes.end(0.0)
+            else:
+                notes.end(reference.step_seconds, reference.name)
             if reference is not None:
                 reference.summary(sum(controller.steps for controller in patching.starting))
     except AutopipeError as error:

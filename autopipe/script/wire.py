@@ -7,6 +7,7 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ class Wire:
         self._queue: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting, self._broken = 0, False
+        self.waited_seconds = 0.0  # for messages
         self._thread = threading.Thread(target=self._work, name="wire", daemon=True)
         self._thread.start()
 
@@ -82,7 +84,10 @@ class Wire:
 
     def _read(self, buffer: memoryview) -> None:
         while buffer:
-            if not is_readable(self._socket, 1.0):
+            begin = time.monotonic()
+            arrived = is_readable(self._socket, 1.0)
+            self.waited_seconds += time.monotonic() - begin
+            if not arrived:
                 self._alive()
                 continue
             try:

@@ -76,6 +76,54 @@ def test_replicas_print_and_save_what_one_gpu_does(mode: str, tmp_path: Path) ->
     assert same_files(tmp_path)
 
 
+SLOW = """
+import sys, torch
+from torch import nn
+from autopipe.script.calls import planning
+
+planning._GPU_RATES = 1e-6, 1e-6  # of a GPU so slow that parts are worth it
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(float(sys.argv[1])), nn.Linear(8, 3)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+for step in range(3):
+    optimizer.zero_grad()
+    for _ in range(int(sys.argv[2])):
+        loss = (net(torch.randn(16, 4, device="cuda")) - torch.ones(16, 3, device="cuda")).square().mean()
+        loss.backward()
+    optimizer.step()
+    print(step, loss.item(), net[0].weight.sum().item())
+"""
+CUT = "each training batch is cut into 8 parts of 2: "
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "line", "is_cut"),
+    [
+        (("0", "1"), (), "not bit-equal to python: gradients are sums over parts", True),
+        (("0", "1"), ("--replicas", "auto"), "gradients are sums over replicas and parts", True),
+        (("0", "2"), (), "batches stay whole: the script accumulates gradients over several of them", True),
+        (("0.1", "1"), (), "batches stay whole: each part would draw random numbers", False),
+        (("0", "1"), ("--num-microbatches", "1"), "or --num-microbatches auto", False),
+        (("0", "2"), ("--replicas", "2"), "overlap from the script's accumulation", False),
+    ],
+)
+def test_on_a_gpu_batches_are_cut_where_only_sums_change(
+    words: tuple[str, ...], options: tuple[str, ...], line: str, is_cut: bool, tmp_path: Path
+) -> None:
+    needed()
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    plain = by_python(script, *words, folder=tmp_path, environment=environment(SIMULATED_DEVICES="1"))
+    staged = in_stages(script, *words, folder=tmp_path, options=options, environment=environment())
+    assert (plain.code, staged.code) == (0, 0), plain.errors + staged.errors
+    assert line in staged.errors
+    assert (CUT in staged.errors) == is_cut
+    if not is_cut:
+        assert staged.output == plain.output
+    numbers = [[float(word) for word in ended.output.split()] for ended in (plain, staged)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+
+
 def on_gpu(folder: Path) -> Path:
     """Return copies of the scripts whose tensors are created on the GPU, and read through the host."""
     copies = folder / "scripts"

@@ -26,7 +26,8 @@ from autopipe.trace.graph.replay import Replay
 from autopipe.trace.record.model_snapshot import left_as_it_was
 from autopipe.trace.result import Capture
 
-_LEAST_SECONDS = 0.02  # of a forward whose times are used
+_LEAST_SECONDS = 0.02  # of the forward of a batch whose times are used
+_LEAST_PART_SECONDS = 0.002  # of that of a part
 _REPEATED_SECONDS = 0.5  # of the first forward, if it is repeated
 _MOST_RATIO = 4.0  # of a backward and a forward
 
@@ -49,8 +50,11 @@ class _Call:
         return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
 
 
-# seconds per operation, byte and kernel of a processor of today: only their ratio matters for the cut
-_FLOP, _BYTE, _KERNEL = 1 / 2e10, 1 / 5e9, 1e-5
+_KERNEL = 1e-5  # seconds
+_CPU_RATES = 1 / 2e10, 1 / 5e9
+"""Seconds per operation and byte of a processor of today."""
+_GPU_RATES = 1 / 5e13, 1 / 1e12
+"""Those of a GPU of today: stages and replicas exchange values through the host, whose speed is the same."""
 
 
 def plan_of(
@@ -69,10 +73,10 @@ def plan_of(
 
     Raises: PlanError if the model cannot be cut into as many stages.
     """
-    profile = _profile_of(capture, seconds)
+    profile = _profile_of(capture, seconds, _CPU_RATES if device.type == CPU.type else _GPU_RATES)
     cluster = this_machine(count, profile.device, None)  # values travel through the memory of the host on every device
     always: dict[str, Any] = {"num_ranks": count, "recompute": "never", "exact_ties": "always"}
-    if replicas == 1:
+    if replicas == parts == 1:
         return make_plan(profile, cluster, PlanOptions(batch_size=1, num_microbatches=1, **always))
     plans: list[Plan] = []
     errors: list[PlanError] = []
@@ -90,8 +94,11 @@ def plan_of(
     return min(plans, key=lambda plan: plan.predicted.step_seconds)
 
 
-def _profile_of(capture: Capture, seconds: Mapping[str, float]) -> Profile:
-    """Return a profile of the recording with counted operations, and times where they are known."""
+def _profile_of(capture: Capture, seconds: Mapping[str, float], rates: tuple[float, float]) -> Profile:
+    """Return a profile of the recording with counted operations, and times where they are known.
+
+    ``rates``: seconds per operation and byte.
+    """
     leaves: dict[str, Tensor] = {
         node.name: node.meta["val"] for node in capture.module.graph.nodes if node.op == "placeholder"
     }
@@ -103,9 +110,9 @@ def _profile_of(capture: Capture, seconds: Mapping[str, float]) -> Profile:
     }
     try:
         counted = estimate(capture, _Call(real), microbatch_sizes=[1])
-        measurement = _timed(counted.measurements[0])
+        measurement = _timed(counted.measurements[0], *rates)
     except ProfileError:  # a decision on numbers, which tensors without data do not have
-        measurement = _by_bytes(capture.graph)
+        measurement = _by_bytes(capture.graph, rates[1])
     measurement = _with_seconds(measurement, seconds)
     return Profile(_Call.spec, capture.graph, Device("cpu", "counted", 0), (measurement,), batch_size=1)
 
@@ -119,20 +126,20 @@ def _with_room(cluster: Cluster, device: torch.device) -> Cluster:
     return dataclasses.replace(cluster, devices=devices, cores=0.0)
 
 
-def _by_bytes(graph: Graph) -> Measurement:
+def _by_bytes(graph: Graph, byte: float) -> Measurement:
     """Return costs by the bytes of parameters and results alone."""
     costs = {}
     for node in graph.nodes:
         moved = sum(graph.parameters[name].num_bytes({}) for name in node.parameters)
         result = node.spec.num_bytes({}) if node.spec is not None else 0
-        seconds = (moved + result) * _BYTE + _KERNEL
+        seconds = (moved + result) * byte + _KERNEL
         costs[node.name] = NodeCost(seconds, 2 * seconds, result, result)
     return Measurement(1, costs)
 
 
-def _timed(measurement: Measurement) -> Measurement:
+def _timed(measurement: Measurement, flop: float, byte: float) -> Measurement:
     def seconds(work: PassWork) -> float:
-        return work.flops * _FLOP + (work.matrix_bytes + work.other_bytes) * _BYTE + work.kernels * _KERNEL
+        return work.flops * flop + (work.matrix_bytes + work.other_bytes) * byte + work.kernels * _KERNEL
 
     costs = {}
     for name, cost in measurement.costs.items():
@@ -171,8 +178,8 @@ class _Stopwatch(Replay):
         return result
 
 
-def forward_seconds(capture: Capture, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the seconds of each node in a forward of a model on the CPU, for inputs by name.
+def forward_seconds(capture: Capture, leaves: Mapping[str, Tensor], parts: int = 1) -> dict[str, float]:
+    """Return the seconds of each node in a forward of a model on the CPU, for inputs by name: one of ``parts``.
 
     Nothing for a model that is so fast that the times would be noise, and for one that cannot run here as recorded.
     What the forward prints is not shown, and the state of the model and of generators is restored.
@@ -191,4 +198,4 @@ def forward_seconds(capture: Capture, leaves: Mapping[str, Tensor]) -> dict[str,
     except Exception:
         return {}
     least = {name: min(entry[name] for entry in times) for name in times[0]}
-    return least if sum(least.values()) >= _LEAST_SECONDS else {}
+    return least if sum(least.values()) >= max(_LEAST_SECONDS / parts, _LEAST_PART_SECONDS) else {}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autopipe.errors import RunError, counted
+from autopipe.script.batch_samples import WholeBatches
 from autopipe.script.check import kernel, loaders
 from autopipe.script.check.isolation import CannotError
 from autopipe.script.check.second import InputsAfterPoint, Output, Second, digests, fork
@@ -46,9 +47,10 @@ class DiffersError(RunError):
 class Reference:
     """Compares after optimizer steps 1, 2, 4 and so on, and ``steps``."""
 
-    def __init__(self, steps: int, notes: Notes, choice: Choice, parts: int) -> None:
-        self.steps, self.notes, self.choice, self.parts = steps, notes, choice, parts
+    def __init__(self, steps: int, notes: Notes, choice: Choice, parts: int, whole: WholeBatches | None) -> None:
+        self.steps, self.notes, self.choice, self.parts, self.whole = steps, notes, choice, parts, whole
         self.points = {steps, *(1 << power for power in range(steps.bit_length()) if 1 << power < steps)}
+        self.step_seconds = 0.0  # of the script in a process of its own, measured before the ranks step; 0: not known
         self.compared = 0  # the number of steps after which the last comparison was
         self._of_output = True  # whether that was equal, too
         self._begun = self._ended = self._ahead = False
@@ -59,6 +61,12 @@ class Reference:
         self._start, self._deadline = 0.0, math.inf
         self._threads = 0  # of the script
 
+    @property
+    def name(self) -> str:
+        """What the second process is, for the lines about it."""
+        is_cut = self.parts > 1 and (self.whole is None or not self.whole.always)
+        return "one process that joins the same parts" if is_cut else "one process"
+
     def begin(self, model: nn.Module) -> Second | None:
         """Fork the second process at the first training call of the model. Return its own side in it, else None."""
         if self._begun:
@@ -66,7 +74,8 @@ class Reference:
         self._begun = True
         self._start, self._threads = time.monotonic(), _threads_of_script()
         self._output = Output(sys.stdout)
-        second = Second(model, self.choice, self._output, self.points, max(self.steps, _AHEAD), self.parts)
+        last = max(self.steps, _AHEAD)
+        second = Second(model, self.choice, self._output, self.points, last, self.parts, self.whole)
         try:
             if not kernel.is_supported():
                 raise CannotError("this system cannot keep a second process from writing (seccomp)")
@@ -122,6 +131,7 @@ class Reference:
         except GoneError as error:
             message = {"stopped": self._cause() or f"the second process ended: {error}"}
         self._deadline = math.inf
+        self.step_seconds = self.step_seconds or message.get("seconds", 0.0)
         self._messages.append(message)
         return message
 
@@ -221,9 +231,8 @@ class Reference:
         """End the comparison, and say what was compared."""
         self._stop()
         if self.compared and self._of_output:
-            other = "one process" if self.parts == 1 else "one process that joins the same parts"
             self.notes.say(
-                f"checked: {self._count} tensors and standard output equal those of {other}, "
+                f"checked: {self._count} tensors and standard output equal those of {self.name}, "
                 f"after {counted(self.compared, 'optimizer step')}"
             )
         if reason:

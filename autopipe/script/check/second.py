@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
@@ -27,12 +28,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.bits import bytes_of
+from autopipe.script.batch_samples import WholeBatches
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
+from autopipe.script.devices import device_of
 from autopipe.script.joined_parts import call_in_parts
 from autopipe.script.lazy import contains_lazy
 from autopipe.script.model_detection import Choice, leaves_of, names_of
 from autopipe.script.refusals import script_place
+from autopipe.script.state.remote import plain
 from autopipe.script.state.weights import named_tensors
 from autopipe.script.wire import GoneError, Wire, is_readable
 
@@ -129,16 +133,24 @@ class Second:
     """The second process, from its own side.
 
     ``points``: the numbers of steps after which it tells its weights; it ends after ``last`` steps. ``parts``: into
-    which a batch is cut.
+    which a batch is cut. ``whole``: decides which batches are not.
     """
 
     def __init__(
-        self, model: nn.Module, choice: Choice, output: Output, points: Collection[int], last: int, parts: int
-    ):
+        self,
+        model: nn.Module,
+        choice: Choice,
+        output: Output,
+        points: Collection[int],
+        last: int,
+        parts: int,
+        whole: WholeBatches | None,
+    ) -> None:
         self.model, self.choice, self.output, self.points, self.last = model, choice, output, points, last
-        self.parts = parts
+        self.parts, self.whole = parts, whole
         self._replicas = 0  # that compute the parts; 0: the first process has not told it yet
         self.steps = 0
+        self._begin, self._step_seconds = 0.0, 0.0  # of the second step: the first one allocates
         self._inputs = InputsAfterPoint()
         self._thread = threading.get_ident()
         self._errors = io.StringIO()
@@ -175,23 +187,40 @@ class Second:
         """Call a module, with a batch that is cut if it is the model."""
         if module is self.model:
             self._inputs.note(args, kwargs)
-        if module is self.model and self.parts > 1 and torch.is_grad_enabled():
-            if not self._replicas:
-                self._replicas = self.wire.receive()["replicas"]
+        if module is self.model and torch.is_grad_enabled() and self._cuts(args, kwargs):
             return call_in_parts(module, functools.partial(call, module), args, kwargs, self.parts, self._replicas)
         return call(module, *args, **kwargs)
+
+    def _stays_whole(self, args: Any, kwargs: Any) -> bool:
+        if self.whole is None:
+            return False
+        trial = functools.partial(plain, named_tensors(self.model))
+        return bool(self.whole.reason(self.model, args, kwargs, self.parts, device_of(self.model), trial))
+
+    def _cuts(self, args: Any, kwargs: Any) -> bool:
+        is_cut = self.parts > 1 and not self._stays_whole(args, kwargs)
+        if is_cut and not self._replicas:
+            self._replicas = self.wire.receive()["replicas"]
+            if not self._replicas and self.whole is not None:
+                self.whole.always = "parts are not worth it"
+        return is_cut and self._replicas > 0
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self.steps += 1
+            now = time.monotonic() - self.wire.waited_seconds
+            if self.steps == 2:
+                self._step_seconds = now - self._begin
             self._done(self.steps)
+            self._begin = time.monotonic() - self.wire.waited_seconds
 
     def _done(self, steps: int) -> None:
         if steps in self.points:
             text, inputs = self.output.text(), self._inputs.taken()
-            self._tell({"steps": steps, "output": text, "digests": digests(self.model), "inputs": inputs})
+            own = {"digests": digests(self.model), "inputs": inputs, "seconds": self._step_seconds}
+            self._tell({"steps": steps, "output": text, **own})
         if steps >= self.last:
             self._leave({"stopped": ""})
 
@@ -202,6 +231,8 @@ class Second:
         own = {id(parameter) for parameter in self.model.parameters()}
         leaves = leaves_of([tensors] if isinstance(tensors, Tensor) else tensors)
         others = [leaf for leaf in leaves if id(leaf) not in own]
+        if self.whole is not None and len(others) < len(leaves):
+            self.whole.seen_backward()
         if others and len(others) < len(leaves):
             names = names_of(self.choice, self.model, others)
             names = names or f"{self.choice.names[self.model]} and other tensors are trained together"

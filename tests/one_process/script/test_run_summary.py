@@ -45,6 +45,7 @@ class Controller:
     shipping = SimpleNamespace(bytes_of_stage=0)
     programs: tuple[Any, ...] = ()
     places = SimpleNamespace(are_remote=False)
+    is_timed = True
 
     class plan:
         stages = [SimpleNamespace(forward_seconds=1.0, backward_seconds=2.0, seconds=3.0)] * 2
@@ -62,8 +63,18 @@ def test_without_accumulation_both_ways_to_overlap_are_named(lines: Lines) -> No
     notes.step(Controller())  # type: ignore[arg-type]
     assert lines() == [
         "no overlap between stages, and training is not faster: each optimizer step has one backward. "
-        "For overlap: accumulation in the script, or --num-microbatches 4"
+        "For overlap: accumulation in the script, or --num-microbatches auto"
     ]
+
+
+def test_where_batches_stay_whole_the_way_to_overlap_is_a_number(lines: Lines) -> None:
+    notes = Notes()
+    notes.stays_whole("the forward prints")
+    notes.backward()
+    notes.step(Controller())  # type: ignore[arg-type]
+    first, second = lines()
+    assert first == "batches stay whole: the forward prints"
+    assert second.endswith("or --num-microbatches 4")
 
 
 @pytest.mark.parametrize(
@@ -90,17 +101,46 @@ def test_the_predicted_speed_counts_the_cores_that_stages_share(
     assert lines() == [f"overlap from the script's accumulation of 4 microbatches: {predicted}{ending}"]
 
 
-def test_the_last_line_has_the_seconds_of_a_step(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+ONE = "one process (its second step took"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "timed", "one_process", "ending"),
+    [
+        (1, True, 0.0, ""),
+        (4, True, 0.0, "; 15.0 s predicted without"),  # 4 times 6 s, 1.60 times as fast
+        (4, False, 0.0, ""),
+        (
+            4,
+            True,
+            3.0,
+            f": 1.50 times as fast as {ONE} 3.00 s; 1.60 times were predicted)",
+        ),
+        (
+            4,
+            False,
+            3.0,
+            f": 1.50 times as fast as {ONE} 3.00 s; 1.60 times were predicted)",
+        ),
+        (1, True, 1.0, f": 2.00 times slower than {ONE} 1.00 s)"),
+    ],
+)
+def test_the_last_line_compares_the_seconds_of_a_step(
+    microbatches: int, timed: bool, one_process: float, ending: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = iter([10.0, 14.0, 18.0, 22.0])
     monkeypatch.setattr("autopipe.script.run_summary.time.monotonic", lambda: next(now))
+    monkeypatch.setattr(Controller, "is_timed", timed)
     notes = Notes(untimed=2)
     for step in range(1, 9):
+        for _ in range(microbatches):
+            notes.backward()
         notes.step(Controller())  # type: ignore[arg-type]
         if step % 2 == 0 or step == 1:  # the first step is not timed
             notes.synchronized()
             notes.synchronized()  # another read of this step
-    notes.end()
-    assert lines()[-1] == "8 optimizer steps; 2.00 s each after the first 2, with the script's own work"
+    notes.end(one_process)
+    assert lines()[-1] == f"8 optimizer steps; 2.00 s each after the first 2, with the script's own work{ending}"
 
 
 def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
@@ -108,7 +148,7 @@ def test_steps_that_are_not_timed_have_no_line(lines: Lines) -> None:
     for _ in range(2):
         notes.step(Controller())  # type: ignore[arg-type]
         notes.synchronized()
-    notes.end()
+    notes.end(1.0)
     assert lines() == []
 
 
@@ -116,7 +156,8 @@ def test_the_size_of_parts_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.script.batch_parts.batch_norms", lambda model: [])
     controller: Any = Controller()
     controller.programs, controller.model = [SimpleNamespace(draws=())], None
-    controller.parts = parts = Parts(controller, 4)
+    controller.parts, controller.notes = Parts(controller, 4), Notes()
+    parts = controller.parts
     for sizes, shown in (((2, 2, 2, 2), "2"), ((3, 3, 2, 2), "2 to 3")):
         parts.sizes = sizes
         assert parts.lines() == [
