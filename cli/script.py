@@ -87,8 +87,8 @@ def run_command(terminal: Terminal, script: Path, arguments: tuple[str, ...], **
     bit for bit. What cannot be equal is refused, with the line of the script.
 
     With --num-microbatches, the batch of each training call is cut, and its outputs are joined before the script's
-    loss. The result is that of the script joining the same parts: sums in another order, other dropout masks. auto, the
-    default for a model on a GPU, does so only where nothing but the order of sums changes.
+    loss. The result is that of the script joining the same parts: sums in another order, other dropout masks. auto cuts
+    only where a trial shows nothing but another order of sums.
 
     With --check, a second process is forked at the first training call. It goes on without stages up to that optimizer
     step, and all weights and standard output are compared. What it would write is kept from the file system.

@@ -28,7 +28,7 @@ def run(
     *,
     stages: int | None,
     check: int,
-    num_microbatches: str | None,
+    num_microbatches: str,
     replicas: str,
     timeout: float,
     folder: Path | None,
@@ -39,17 +39,17 @@ def run(
 
     ``stages``: None: as many as the launcher has started or the hosts have slots, else ``STAGES``. ``check``: optimizer
     steps to compare with the script in a process of its own. ``num_microbatches``: parts into which the batch of each
-    training call is cut, "auto", or None: "auto" for a model on a GPU, else 1. ``replicas``: copies of the model, each
-    in stages on its share of the ranks: "auto", "never", or their number. ``timeout``: seconds. Under
-    ``--launcher env``, the processes of other ranks than 0 do not return.
+    training call is cut, or "auto". ``replicas``: copies of the model, each in stages on its share of the ranks:
+    "auto", "never", or their number. ``timeout``: seconds. Under ``--launcher env``, the processes of other ranks than
+    0 do not return.
 
     Raises: RunError if the script cannot be read, or the ranks cannot be started.
     """
     number = _number_of(replicas)
-    parts = None if num_microbatches is None else _parts_of(num_microbatches)
+    parts = _parts_of(num_microbatches)
     places = _places(launch or LaunchSettings(), stages, timeout)
     if number > 1:
-        _refuse_replicas(number, places.count, parts or 1)
+        _refuse_replicas(number, places.count, parts)
     return run_script(
         script,
         words,

@@ -280,12 +280,13 @@ class ScriptCommand(HostOptions, total=False):
         ),
     ]
     num_microbatches: Annotated[
-        str | None,
+        str,
         Option(
-            "Parts of the batch of each training call, for overlap; not bit-equal to python. auto: where parts change "
-            "the order of sums only. [default: auto for a model on a GPU, else 1]",
+            "Parts of the batch of each training call, for overlap. Above 1, not bit-equal to python. auto: where a "
+            "trial shows that only the order of sums changes.",
             common=True,
             metavar="auto|M",
+            default="1",
         ),
     ]
     replicas: Annotated[

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopipe.script.batch_samples import (
-    ACCUMULATE,
-    Cut,
-    StaysWholeError,
-    UncutError,
-    WholeBatches,
-    batch_norms,
-    check_samples,
-    cut,
-    form_of,
-)
+from autopipe.script.batch_samples import ACCUMULATE, Cut, UncutError, batch_norms, check_samples, cut
+from autopipe.script.calls.surroundings import collected
+from autopipe.script.calls.whole_batches import StaysWholeError, WholeBatches, form_of
 from autopipe.script.codec import Value
 from autopipe.script.lazy import Lazy
 from autopipe.script.refusals import refused
@@ -53,6 +45,7 @@ class Parts:
         self.controller, self.count, self.planned, self.whole = controller, count, planned, whole
         self.sizes: tuple[int, ...] = ()  # samples of each part of the first call
         self._shown: set[Hashable] = set()  # forms of the call in which the model computes each sample on its own
+        self._programs: dict[Hashable, int] = {}  # by form and samples, those that were tried
         self._rows: dict[Hashable, tuple[Any, ...]] = {}  # by form, what each output has for one sample
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -86,6 +79,8 @@ class Parts:
         complete = [entry for entry in sent if entry is not None]  # a training call is refused, or sent
         for entry in complete:  # after all forwards: the last rank waits for them
             self.controller.bring_outputs(entry)
+        if self.whole is not None:
+            self._check_programs(complete, parts, form)
         self._check_attributes(complete)
         self._check_rows(complete, parts, form)
         return self._joined(complete)
@@ -134,11 +129,21 @@ class Parts:
 
     def _show(self, args: Any, kwargs: Any, parts: Cut, form: Hashable) -> None:
         controller = self.controller
-        with self._trial(), contextlib.redirect_stdout(None):
+        with self._trial(), collected():
             before = ModelSnapshot(controller.model)
             if check_samples(controller.model, args, kwargs, parts, controller.device):
                 self._shown.add(form)
             before.restore()
+
+    def _check_programs(self, sent: list[Sent], parts: Cut, form: Hashable) -> None:
+        """Refuse a forward that makes other calls than when it was tried: its samples may depend on each other now."""
+        for entry, size in zip(sent, parts.sizes, strict=True):
+            number = self._programs.setdefault((form, size), entry.program.number)
+            if number != entry.program.number or entry.program.draws:
+                raise refused(
+                    "the forward makes other calls than in the batch that was tried on parts",
+                    "--num-microbatches 1 keeps batches whole",
+                )
 
     def _check_attributes(self, sent: list[Sent]) -> None:
         """Refuse attributes that the forward sets to tensors: those of the parts are not joined."""

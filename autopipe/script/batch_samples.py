@@ -14,9 +14,8 @@ Batch norm in training mode mixes samples by its definition. Its layers use thei
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,119 +27,20 @@ from torch.utils import _pytree as pytree
 
 from autopipe.bits import same_bits
 from autopipe.script.devices import CPU, generators, moved, set_generators
-from autopipe.script.refusals import RefusedError, raised, refused
+from autopipe.script.refusals import refused
 from autopipe.script.settings import autocast_now
-from autopipe.trace.record.containers import CONTAINERS
-from autopipe.trace.record.model_snapshot import REGISTRIES, ModelSnapshot
 
 ACCUMULATE = "accumulate gradients in the script over smaller batches: they overlap, with the same numbers"
 OUTSIDE = f"compute it from the outputs, outside of the model's forward; or {ACCUMULATE}"
 
 
-Room = Callable[[], contextlib.AbstractContextManager[None]]
+_ROUNDINGS = 256
+"""Of the largest value, by which one differs where sums cancel."""
 
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Return the paths of the layers that would normalize with the statistics of a part."""
     return [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
-
-
-def form_of(model: nn.Module, args: Any, kwargs: Any, divided: Sequence[bool]) -> Hashable:
-    """Return what two calls of a model that differ only in samples have in common. ``divided``: see ``Cut.tensors``."""
-    flat, structure = pytree.tree_flatten((args, kwargs))
-    entries: list[Hashable] = []
-    for value, own in zip(flat, divided, strict=True):
-        entries.append((tuple(value.shape[own:]), value.dtype) if isinstance(value, Tensor) else repr(value))
-    return str(structure), tuple(entries), tuple(module.training for module in model.modules()), autocast_now()
-
-
-class WholeBatches:
-    """Which training calls stay whole with ``--num-microbatches auto``.
-
-    Those in which parts would change more than the order of sums, and all of a script that accumulates gradients. The
-    second process of ``--check`` has a copy, and decides alike.
-    """
-
-    def __init__(self) -> None:
-        self.always = ""  # why all calls stay whole from now on
-        self._is_first = True
-        self._backwards = 0  # through the model, since the last step of an optimizer
-        self._reasons: dict[Hashable, str] = {}  # by the form of the call
-
-    def seen_backward(self) -> None:
-        """Note a backward through the model."""
-        self._backwards += 1
-
-    def seen_step(self) -> None:
-        """Note a step of an optimizer, or that it drops gradients, as before a step that ``GradScaler`` leaves out."""
-        self._backwards = 0
-
-    def reason(self, model: nn.Module, args: Any, kwargs: Any, count: int, device: torch.device, trial: Room) -> str:
-        """Return why a call stays whole, or "". If it is the first one, all that follow do, too.
-
-        ``count``: of parts. ``device``: of the model. ``trial``: inside of which the model may run in this process.
-        """
-        if self._backwards and not self.always:
-            self.always = "the script accumulates gradients over several of them, from now on"
-        if self.always:
-            return self.always
-        reason = self._of_call(model, args, kwargs, count, device, trial)
-        if self._is_first:
-            self._is_first, self.always = False, reason
-        return reason
-
-    def _of_call(self, model: nn.Module, args: Any, kwargs: Any, count: int, device: torch.device, trial: Room) -> str:
-        try:
-            parts = cut(args, kwargs, count)
-        except UncutError as error:
-            return str(error)
-        if len(parts.sizes) == 1:
-            return "a batch has one sample"
-        form = form_of(model, args, kwargs, parts.tensors)
-        if form not in self._reasons:
-            with trial():
-                reason, is_shown = _why_whole(model, args, kwargs, parts, device)
-            if not is_shown:
-                return reason
-            self._reasons[form] = reason
-        return self._reasons[form]
-
-
-def _why_whole(model: nn.Module, args: Any, kwargs: Any, parts: Cut, device: torch.device) -> tuple[str, bool]:
-    """Return what parts of a call would change beside the order of sums, or "", and whether this batch shows it."""
-    norms = batch_norms(model)
-    if norms:
-        return f"batch norm ({norms[0]}) would use the statistics of each part", True
-    lengths = _lengths(model)
-    before, printed = ModelSnapshot(model), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            is_shown = _Trial(model, args, kwargs, parts, device, may_draw=False).run()
-        changed = next((f"{path}.{name}".lstrip(".") for path, name, _, _ in before.changed(model)), "")
-    except RefusedError as error:
-        raised.remove(error)
-        return error.what.removeprefix("autopipe run: "), True
-    except Exception as error:  # also for lack of memory, on a device
-        return f"the model cannot be tried on parts: {type(error).__name__}: {str(error).partition(chr(10))[0]}", True
-    finally:
-        drawn = before.random_drawn()
-        grown = next((name for name, length in _lengths(model).items() if lengths.get(name) != length), "")
-        before.restore()
-    name = changed or grown
-    effect = "prints" if printed.getvalue() else f"draws from {drawn}" if drawn else f"changes {name}" if name else ""
-    if effect:
-        return f"the forward {effect}, and would do so for each part", True
-    return "", is_shown
-
-
-def _lengths(model: nn.Module) -> dict[str, int]:
-    """Return the lengths of the containers in the attributes of modules, by name."""
-    return {
-        f"{path}.{name}".lstrip("."): len(value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, CONTAINERS) and name not in REGISTRIES
-    }
 
 
 def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device = CPU) -> bool:
@@ -150,18 +50,45 @@ def check_samples(model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: to
 
     Raises: RefusedError with the output's name.
     """
-    return _Trial(model, args, kwargs, cut, device).run()
+    return Trial(model, args, kwargs, cut, device).run()
 
 
-class _Trial:
+def _opened_gates(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return random values for the parameters that are zero: behind a closed gate, a forward shows nothing."""
+    generator = torch.Generator().manual_seed(0)
+    closed = {name: tensor for name, tensor in model.named_parameters() if tensor.numel() and not bool(tensor.any())}
+    return {
+        name: torch.rand(tensor.shape, generator=generator)
+        .to(device, tensor.dtype)
+        .requires_grad_(tensor.requires_grad)
+        for name, tensor in closed.items()
+    }
+
+
+class Trial:
+    """The model on a batch, on its parts, and with other samples.
+
+    ``may_draw``: False for ``auto``: draws and written buffers are refused, and gradients compared.
+    """
+
     def __init__(
         self, model: nn.Module, args: Any, kwargs: Any, cut: Cut, device: torch.device, *, may_draw: bool = True
     ) -> None:
         self.may_draw = may_draw
+        self.gates = _opened_gates(model, device)
         self.model, self.args, self.kwargs, self.cut = model, args, kwargs, cut
         self.device, self.states = device, generators(device)
 
+    def fill_caches(self) -> None:
+        """Call the model once: what it keeps then and never changes is not an effect."""
+        try:
+            with torch.no_grad():
+                self._called(self.args, self.kwargs)
+        finally:
+            set_generators(self.states, self.device)
+
     def run(self) -> bool:
+        """See ``check_samples``."""
         norms = [self.model.get_submodule(path) for path in batch_norms(self.model)]
         try:
             with torch.no_grad(), _evaluating(norms):
@@ -176,6 +103,8 @@ class _Trial:
                 else:
                     with _evaluating(list(self.model.modules())):
                         self._compare_without_draws()
+                if not self.may_draw:
+                    self._same_gradients(whole)
                 return self._independent(whole, parts)
         finally:
             set_generators(self.states, self.device)
@@ -196,7 +125,11 @@ class _Trial:
         set_generators(self.states, self.device)
         args, kwargs = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        result = functional_call(self.model, buffers, args, kwargs)
+        result = functional_call(self.model, {**buffers, **self.gates}, args, kwargs)
+        if not self.may_draw:
+            written = (name for name, buffer in self.model.named_buffers() if not same_bits(buffer, buffers[name]))
+            if name := next(written, ""):
+                raise refused(f"the forward writes the buffer {name}, and would do so for each part")
         leaves, _ = pytree.tree_flatten_with_path(result)
         return {pytree.keystr(path) or "the output": value for path, value in leaves}
 
@@ -246,9 +179,7 @@ class _Trial:
                 continue
             own = torch.cat([part[name] for part in parts])
             if value.is_floating_point() or value.is_complex():
-                finite = value.abs()[value.isfinite()]
-                scale = float(finite.max()) if finite.numel() else 0.0
-                same = torch.allclose(value, own, rtol=0.0, atol=self._tolerance(value.dtype) * scale, equal_nan=True)
+                same = self._close(value, own)
             else:
                 same = torch.equal(value, own)
             if not same:
@@ -257,6 +188,38 @@ class _Trial:
                     "outermost in dimension 0 of its inputs and outputs, or their number is used",
                     ACCUMULATE,
                 )
+
+    def _same_gradients(self, whole: dict[str, Any]) -> None:
+        """Compare the gradients of the weights, for random ones of the outputs: of the batch and summed over parts."""
+        names = [name for name, value in whole.items() if isinstance(value, Tensor) and value.is_floating_point()]
+        generator = torch.Generator().manual_seed(0)
+        given = [torch.randn(whole[name].shape, generator=generator).to(whole[name]) for name in names]
+        trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        tensors = [self.gates.get(name, tensor) for name, tensor in trained.items()]
+
+        def gradients(call: Any, cotangents: list[Tensor]) -> list[Tensor]:
+            with torch.enable_grad():
+                result = self._called(*call)
+                pairs = [(result[n], g) for n, g in zip(names, cotangents, strict=True) if result[n].requires_grad]
+                outputs, own = [output for output, _ in pairs], [g for _, g in pairs]
+                computed = torch.autograd.grad(outputs, tensors, own, allow_unused=True) if pairs else tensors
+            return [torch.zeros_like(t) if g is None else g for g, t in zip(computed, tensors, strict=True)]
+
+        total = gradients((self.args, self.kwargs), given)
+        pieces = zip(*(torch.split(gradient, list(self.cut.sizes)) for gradient in given), strict=True)
+        of_parts = [gradients(call, list(own)) for call, own in zip(self.cut.parts, pieces, strict=True)]
+        for name, gradient, own in zip(trained, total, zip(*of_parts, strict=True), strict=True):
+            if not self._close(gradient, sum(own[1:], own[0])):
+                raise refused(f"the gradient of {name} is not the sum of those of the parts")
+
+    def _close(self, value: Tensor, other: Tensor) -> bool:
+        """Return whether two tensors differ by the order of sums only."""
+        finite = value.abs()[value.isfinite()]
+        scale, tolerance = float(finite.max()) if finite.numel() else 0.0, self._tolerance(value.dtype)
+        if self.may_draw:
+            return torch.allclose(value, other, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+        least = min(_ROUNDINGS * tolerance**2, tolerance)
+        return torch.allclose(value, other, rtol=tolerance, atol=least * scale, equal_nan=True)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         """Return the largest difference of sums in another order, of the largest value: the root of the precision."""
@@ -300,7 +263,8 @@ class _Trial:
         values = []
         for value, other, own in zip(flat, rolled, self.cut.tensors, strict=True):
             mask = rows.view(-1, *[1] * (value.dim() - 1)) if own else None
-            values.append(value if mask is None else torch.where(mask, other, value))
+            # a copy keeps the order in memory, which decides about the kernel
+            values.append(value if mask is None else value.clone().copy_(torch.where(mask, other, value)))
         return pytree.tree_unflatten(values, form)
 
 
@@ -315,10 +279,6 @@ def _evaluating(layers: list[nn.Module]) -> Iterator[None]:
     finally:
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
-
-
-class StaysWholeError(Exception):
-    """The first batch stays whole: parts are not worth it."""
 
 
 class UncutError(ValueError):

@@ -17,11 +17,10 @@ from torch.utils._device import _device_constructors
 
 from autopipe.script import lazy, wrappers
 from autopipe.script.batch_parts import Parts
-from autopipe.script.batch_samples import WholeBatches
+from autopipe.script.calls.whole_batches import WholeBatches
 from autopipe.script.check.reference import Reference
 from autopipe.script.check.second import Second
 from autopipe.script.controller import Controller
-from autopipe.script.devices import CPU, device_of
 from autopipe.script.lazy import Lazy
 from autopipe.script.model_detection import Choice, explain
 from autopipe.script.rank_locations import Places
@@ -42,9 +41,8 @@ PARTS_PER_RANK = 4
 class Patches:
     """The replaced functions. They stay for the rest of the process: it runs one script.
 
-    ``places``: of the ranks. ``parts``: of the batch of each training call; ``AUTO``: as many as suit, where they
-    change the order of sums only; None: ``AUTO`` for a model on a GPU, else one. ``replicas``: that compute them; 0: as
-    many as are fastest.
+    ``places``: of the ranks. ``parts``: of the batch of each training call; ``AUTO``: as many as suit, where a trial
+    shows that they change the order of sums only. ``replicas``: that compute them; 0: as many as are fastest.
     ``steps``: of an optimizer, that are compared with those of the script in a process of its own; 0 for none.
     """
 
@@ -55,22 +53,19 @@ class Patches:
         timeout: float,
         folder: Path | None,
         notes: Notes,
-        parts: int | None = 1,
+        parts: int = 1,
         steps: int = 0,
         replicas: int = 1,
     ) -> None:
         self.places, self.timeout, self.folder, self.notes = places, timeout, folder, notes
-        self.replicas, self._is_exact_on_cpu = replicas, parts is None and replicas <= 1
-        self.parts, self.whole = self._cutting(1 if parts is None else parts)
+        self.replicas, self.parts = replicas, parts
+        self.whole: WholeBatches | None = None
+        if parts == AUTO:
+            self.parts = PARTS_PER_RANK * places.count if places.count > 1 else 1
+            self.whole = WholeBatches()
         self.copies, self.choice = Copies(), Choice()
         self.reference = Reference(steps, notes, self.choice, self.parts, self.whole) if steps else None
         self.second: Second | None = None  # in the process that the reference has forked
-
-    def _cutting(self, parts: int) -> tuple[int, WholeBatches | None]:
-        """Return the number of parts of a batch, and what decides which batches stay whole; None: all are cut."""
-        if parts != AUTO or self.places.count == 1:
-            return max(parts, 1), None
-        return PARTS_PER_RANK * self.places.count, WholeBatches()
 
     def install(self) -> None:
         """Replace them."""
@@ -133,8 +128,6 @@ class Patches:
         own = {id(tensor) for tensor in named_tensors(model).values()}
         for optimizer in self.choice.optimizers_of(model):
             check(optimizer, own)
-        if self._is_exact_on_cpu and device_of(model) != CPU:
-            self.parts, self.whole = self._cutting(AUTO)
         if self.reference is not None:
             self.second = self.reference.begin(model)
             if self.second is not None:

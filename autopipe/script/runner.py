@@ -129,7 +129,7 @@ def run_script(
     timeout: float,
     folder: Path | None,
     steps: int,
-    parts: int | None = 1,
+    parts: int = 1,
     replicas: int = 1,
     quiet: bool = False,
 ) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -17,6 +15,7 @@ from autopipe.errors import AutopipeError, PlanError, TraceError, WorkerError
 from autopipe.script.calls.called import Called
 from autopipe.script.calls.cutting import Program
 from autopipe.script.calls.outputs import holds_tensors
+from autopipe.script.calls.surroundings import collected, restore
 from autopipe.script.calls.tape import CallTape, Modules, form_of
 from autopipe.script.codec import UnsendableError
 from autopipe.script.refusals import EffectError, place, refused
@@ -161,43 +160,16 @@ def _undone_by_an_error(model: nn.Module, is_known: bool) -> Iterator[None]:
     ``is_known``: no error is likely; then only attributes and their lists and dictionaries are restored.
     """
     before, start = ModelSnapshot(model), None if is_known else Start(model, {})
-    out, err = sys.stdout, sys.stderr
-    printed: list[tuple[Any, str]] = []
-    streams = {id(stream): _Printed(stream, printed) for stream in (out, err)}
-    sys.stdout, sys.stderr = streams[id(out)], streams[id(err)]
-    handlers = [entry() for entry in logging._handlerList]  # type: ignore[attr-defined]  # it has no public name
-    logs = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in streams]
-    for handler in logs:
-        handler.stream = streams[id(handler.stream)]
     try:
-        yield
+        with collected() as printed:
+            yield
     except BaseException:
         before.restore()
         if start is not None:
-            start.restore()
+            restore(start, model)
         raise
-    else:
-        for stream, text in printed:
-            stream.write(text)
-    finally:
-        sys.stdout, sys.stderr = out, err
-        for handler in logs:
-            if isinstance(handler.stream, _Printed):
-                handler.stream = handler.stream.stream
-
-
-class _Printed:
-    """Collects what is written to a stream, in the order of all streams."""
-
-    def __init__(self, stream: Any, printed: list[tuple[Any, str]]) -> None:
-        self.stream, self._printed = stream, printed
-
-    def write(self, text: str) -> int:
-        self._printed.append((self.stream, text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    for stream, text in printed:
+        stream.write(text)
 
 
 def is_of_the_script(error: BaseException | None) -> TypeGuard[Exception]:

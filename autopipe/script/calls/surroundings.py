@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 
 from autopipe.script.devices import CPU
 from autopipe.script.refusals import EffectError
+from autopipe.trace.state.repeats import Start
 from autopipe.users_code import is_own_file
 
 
@@ -91,3 +93,46 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
             now = registry.get(name)
             if now is not None and tensor is not None and now is not tensor:
                 registry[name] = tensor.copy_(now)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[tuple[Any, str]]]:
+    """Collect what is written to standard output and standard error, also by logging: the stream and the text."""
+    out, err = sys.stdout, sys.stderr
+    printed: list[tuple[Any, str]] = []
+    streams = {id(stream): _Printed(stream, printed) for stream in (out, err)}
+    sys.stdout, sys.stderr = streams[id(out)], streams[id(err)]
+    handlers = [entry() for entry in logging._handlerList]  # type: ignore[attr-defined]  # it has no public name
+    logs = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in streams]
+    for handler in logs:
+        handler.stream = streams[id(handler.stream)]
+    try:
+        yield printed
+    finally:
+        sys.stdout, sys.stderr = out, err
+        for handler in logs:
+            if isinstance(handler.stream, _Printed):
+                handler.stream = handler.stream.stream
+
+
+class _Printed:
+    """Collects what is written to a stream, in the order of all streams."""
+
+    def __init__(self, stream: Any, printed: list[tuple[Any, str]]) -> None:
+        self.stream, self._printed = stream, printed
+
+    def write(self, text: str) -> int:
+        self._printed.append((self.stream, text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def restore(start: Start, model: nn.Module) -> None:
+    """Restore Python state, but not what the model's tensors have: their memory may have moved (``state.parked``)."""
+    own = [(vars(tensor), dict(vars(tensor))) for tensor in (*model.parameters(), *model.buffers())]
+    start.restore()
+    for attributes, values in own:
+        attributes.clear()
+        attributes.update(values)

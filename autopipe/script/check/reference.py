@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autopipe.errors import RunError, counted
-from autopipe.script.batch_samples import WholeBatches
+from autopipe.script.calls.whole_batches import WholeBatches
 from autopipe.script.check import kernel, loaders
 from autopipe.script.check.isolation import CannotError
 from autopipe.script.check.second import InputsAfterPoint, Output, Second, digests, fork

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autopipe.bits import bytes_of
-from autopipe.script.batch_samples import WholeBatches
+from autopipe.script.calls.whole_batches import WholeBatches
 from autopipe.script.check import isolation, kernel, loaders
 from autopipe.script.check.files import PrivateFiles
 from autopipe.script.devices import device_of

@@ -22,19 +22,35 @@ def _(x):
 twice.register_autograd(lambda ctx, gradient: torch.ops.slow.twice(gradient))
 """
 SCRIPT = """
-import random, sys, torch, slow
+import logging, random, sys, torch, slow
 from torch import nn
 
 torch.manual_seed(0)
 kind = sys.argv[1]
+CALLS = {"calls": 0}
+
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
         self.drop = nn.Dropout(0.1 if kind == "dropout" else 0.0)
+        self.gate = nn.Parameter(torch.zeros(())) if kind == "gate" else None
+        self.register_buffer("steps", torch.zeros(()))
+        self.cache = {"kept": None}
+        if kind == "zeros":
+            nn.init.zeros_(self.two.weight)
+            nn.init.zeros_(self.two.bias)
         self.norm = nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
-        self.calls, self.sizes = 0, []
+        self.calls, self.sizes, self.table, self.scale = 0, [], {"inner": {"calls": 0}}, None
 
     def forward(self, x, mixes=False):
         h = self.norm(self.drop(slow.twice(torch.tanh(self.one(x))) if kind != "quick" else self.one(x)))
@@ -42,13 +58,31 @@ class Net(nn.Module):
             print("forward")
         if kind == "chooses":
             h = h if random.random() < 1.0 else -h
+        if kind == "logs":
+            logging.warning("forward")
         if kind == "counts":
             self.calls += 1
+        if kind == "counts in a table":
+            self.table["inner"]["calls"] += 1
+        if kind == "counts in a global":
+            CALLS["calls"] += 1
+        if kind == "caches" and self.scale is None:
+            self.scale = 0.5
+        if kind == "caches":
+            h = self.scale * h
         if kind == "collects":
             self.sizes.append(1)
         if kind == "keeps":
             self.kept = h
-        if kind == "mean" or mixes:
+        if kind == "keeps in a table":
+            self.cache["kept"] = h
+        if kind == "buffer":
+            self.steps += 1
+        if kind == "gate":
+            h = h + self.gate * h.mean(0)
+        if kind == "gradients":
+            h = Normed.apply(h)
+        if kind == "mean" or mixes or kind == "zeros" or (kind == "only in training" and torch.is_grad_enabled()):
             h = h - h.mean(0)
         h = slow.twice(self.two(h)) if kind != "quick" else self.two(h)
         return h.square().mean() if kind == "loss" else h
@@ -77,10 +111,19 @@ WHOLE = {
     "norm": "batch norm (norm) would use the statistics of each part",
     "prints": "the forward prints",
     "chooses": "the forward draws from Python's random, and",
-    "counts": "the forward changes calls",
-    "collects": "the forward changes sizes",
-    "keeps": "the forward changes kept",
+    "logs": "the forward prints",
+    "counts": "the forward changes model.calls",
+    "counts in a table": "the forward changes model.table['inner']['calls']",
+    "counts in a global": "the forward changes CALLS['calls']",
+    "collects": "the forward changes model.sizes",
+    "keeps": "the forward changes model.kept",
     "mean": "the output of the model has other values for the batch than for its parts",
+    "keeps in a table": "the forward changes model.cache['kept']",
+    "buffer": "the forward writes the buffer steps",
+    "gate": "the output of the model has other values for the batch than for its parts",
+    "zeros": "the output of the model has other values for the batch than for its parts",
+    "gradients": "the gradient of one.weight is not the sum of those of the parts",
+    "only in training": "the gradient of one.weight is not the sum of those of the parts",
     "loss": "the output of the model is one number",
     "one": "a batch has one sample",
     "quick": "parts are predicted to have ",
@@ -111,7 +154,7 @@ def test_a_batch_that_parts_would_change_stays_whole_and_a_line_says_why(kind: s
     assert staged.output == by_python(script, kind, folder=tmp_path).output
 
 
-@pytest.mark.parametrize("kind", ["plain", "skipped", "sizes"])
+@pytest.mark.parametrize("kind", ["plain", "skipped", "sizes", "caches"])
 def test_a_batch_is_cut_where_only_sums_change(kind: str, tmp_path: Path) -> None:
     script = files(tmp_path)
     staged = auto(script, kind, tmp_path)
@@ -129,7 +172,7 @@ def test_a_batch_is_cut_where_only_sums_change(kind: str, tmp_path: Path) -> Non
 def test_a_script_that_accumulates_is_not_cut_any_more(tmp_path: Path) -> None:
     staged = auto(files(tmp_path), "accumulates", tmp_path)
     assert CUT in staged.errors
-    reason = "batches stay whole: the script accumulates gradients over several of them, from now on"
+    reason = "batches stay whole: the script accumulates gradients, or steps without an optimizer, from now on"
     assert staged.errors.count(reason) == 1
     assert "overlap from the script's accumulation of 2 microbatches: " in staged.errors
 
@@ -140,7 +183,19 @@ def test_one_call_that_mixes_samples_stays_whole_among_others(tmp_path: Path) ->
     assert staged.errors.count("batches stay whole: the output of the model has other values") == 1
 
 
-def test_batches_of_a_model_on_the_cpu_stay_whole_unless_parts_are_asked_for(tmp_path: Path) -> None:
+def test_a_forward_that_changes_after_the_trial_ends_the_run(tmp_path: Path) -> None:
+    script = files(tmp_path)
+    script.write_text(SCRIPT.replace("optimizer.zero_grad()", "optimizer.zero_grad(); net.mixes = step > 1", 1))
+    script.write_text(script.read_text().replace("or mixes", "or mixes or getattr(self, 'mixes', False)"))
+    options = ("--num-microbatches", "auto")
+    staged = in_stages(script, "plain", folder=tmp_path, options=options)
+    assert staged.code == 1
+    assert "the forward makes other calls than in the batch that was tried on parts" in staged.errors
+    assert "--num-microbatches 1 keeps batches whole" in staged.errors
+    assert staged.output.count("\n") == 2
+
+
+def test_batches_stay_whole_unless_parts_are_asked_for(tmp_path: Path) -> None:
     script = files(tmp_path)
     staged = in_stages(script, "plain", folder=tmp_path)
     assert staged.output == by_python(script, "plain", folder=tmp_path).output
